@@ -1,23 +1,30 @@
-//! Back-off: whether trying requests without waiting is worth it (C39).
+//! Back-off: whether trying requests of a device without waiting is worth it (C39).
 //!
 //! Refusals come in bursts: one cause (a timestamp update that is due, a lock that is held) refuses
 //! every request that is tried at that moment. So polls are counted, not refusals.
 //!
 //! Invariant: after a number of polls in a row in which nearly every request was refused, a bounded
 //! number of requests goes to the workers without a try; then requests are tried again. The switch
-//! [`crate::Config::back_off`] turns it off.
+//! [`crate::Config::back_off`] turns it off. One device's refusals concern no other device.
+
+use crate::engine::per_device::PerDevice;
 
 /// Refused polls in a row that start a back-off.
 const REFUSED_POLLS_LIMIT: u32 = 24;
 /// Requests that go to the workers without a try in one back-off.
 const BACK_OFF_REQUESTS: u32 = 2048;
 
-/// The back-off state of one device in an engine.
-pub(crate) struct BackOff {
-    /// Whether refusals count.
-    on: bool,
+/// The back-off state of one device.
+#[derive(Default)]
+struct BackOff {
+    /// Transfers that were reaped, but for the only ones of reads and writes that they served.
+    reaped: u64,
+    /// Of those, the ones that an evaluation has seen.
+    observed: u64,
     /// Refusals since the device was attached.
     total: u64,
+    /// Back-offs since the device was attached.
+    begun: u64,
     /// Refusals since the last poll.
     refused: u32,
     /// Polls in a row in which nearly every request was refused.
@@ -27,44 +34,17 @@ pub(crate) struct BackOff {
 }
 
 impl BackOff {
-    /// A state that has seen no refusal; `on` is the switch.
-    pub(crate) fn new(on: bool) -> Self {
-        Self { on, total: 0, refused: 0, refused_polls: 0, remaining: 0 }
-    }
-
-    /// Whether requests go to the workers without a try.
-    #[inline]
-    pub(crate) fn is_backing_off(&self) -> bool {
-        self.remaining > 0
-    }
-
-    /// Counts a request that was not tried.
-    pub(crate) fn count_down(&mut self) {
-        self.remaining = self.remaining.saturating_sub(1);
-    }
-
-    /// Counts a transfer that was refused.
-    pub(crate) fn refused(&mut self) {
-        self.total += 1;
-        self.refused += u32::from(self.on);
-    }
-
-    /// Transfers that were refused since the device was attached.
-    pub(crate) fn total(&self) -> u64 {
-        self.total
-    }
-
     /// Whether the next poll is to be evaluated.
-    #[inline]
-    pub(crate) fn is_counting(&self) -> bool {
+    fn is_counting(&self) -> bool {
         self.refused | self.refused_polls != 0
     }
 
-    /// Evaluates a poll that has reaped `reaped` transfers, the refused ones among them. True when it
-    /// starts a back-off.
-    #[cold]
-    pub(crate) fn observe_poll(&mut self, reaped: usize) -> bool {
-        let refused = std::mem::take(&mut self.refused) as usize;
+    /// Evaluates a poll that has reaped `whole` requests as a whole, and the transfers counted since the
+    /// last one. True when it starts a back-off.
+    fn observe_poll(&mut self, whole: usize) -> bool {
+        let reaped = whole as u64 + self.reaped - self.observed;
+        self.observed = self.reaped;
+        let refused = u64::from(std::mem::take(&mut self.refused));
         if self.remaining > 0 {
             // These requests were tried before the back-off began; they do not count.
             return false;
@@ -77,52 +57,189 @@ impl BackOff {
         if self.refused_polls < REFUSED_POLLS_LIMIT {
             return false;
         }
-        *self = Self { remaining: BACK_OFF_REQUESTS, total: self.total, ..Self::new(self.on) };
+        self.refused_polls = 0;
+        self.remaining = BACK_OFF_REQUESTS;
+        self.begun += 1;
         true
     }
+}
+
+/// Counts of one device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct BackOffCounts {
+    /// Transfers that were refused.
+    pub(crate) refused: u64,
+    /// Back-offs.
+    pub(crate) backed_off: u64,
+}
+
+/// The back-off state of the devices of an engine.
+pub(crate) struct BackOffs {
+    /// Whether refusals count.
+    on: bool,
+    devices: PerDevice<BackOff>,
+    /// Devices with refusals that the next poll evaluates, each once.
+    refusing: Vec<u32>,
+}
+
+impl BackOffs {
+    /// A state that has seen no refusal; `on` is the switch.
+    pub(crate) const fn new(on: bool) -> Self {
+        Self { on, devices: PerDevice::new(), refusing: Vec::new() }
+    }
+
+    /// Counts a transfer of `device` that was reaped, but for the only one of a read or write that it
+    /// served.
+    #[inline]
+    pub(crate) fn reaped(&mut self, device: u32) {
+        self.devices.get_mut(device).reaped += 1;
+    }
+
+    /// Counts a transfer of `device` that was reaped and refused.
+    pub(crate) fn refused(&mut self, device: u32) {
+        let back_off = self.devices.get_mut(device);
+        back_off.total += 1;
+        back_off.reaped += 1;
+        if !self.on {
+            return;
+        }
+        if !back_off.is_counting() {
+            back_off.observed = back_off.reaped - 1;
+            self.refusing.push(device);
+        }
+        back_off.refused += 1;
+    }
+
+    /// Counts a request of `device` that was not tried. True when it was the last one of the back-off.
+    pub(crate) fn count_down(&mut self, device: u32) -> bool {
+        let back_off = self.devices.get_mut(device);
+        back_off.remaining = back_off.remaining.saturating_sub(1);
+        back_off.remaining == 0
+    }
+
+    /// Evaluates a poll for each device with refusals. `whole` says how many requests of a device the poll
+    /// has completed by their only transfers; `begins` is called for those whose back-off begins.
+    pub(crate) fn observe_poll(
+        &mut self,
+        whole: impl Fn(u32) -> usize,
+        mut begins: impl FnMut(u32),
+    ) {
+        let Self { devices, refusing, .. } = self;
+        refusing.retain(|&device| {
+            let back_off = devices.get_mut(device);
+            if back_off.observe_poll(whole(device)) {
+                begins(device);
+            }
+            back_off.is_counting()
+        });
+    }
+
+    /// Whether the next poll is to be evaluated.
+    pub(crate) fn is_counting(&self) -> bool {
+        !self.refusing.is_empty()
+    }
+
+    pub(crate) fn counts(&self, device: u32) -> BackOffCounts {
+        self.devices.get(device).map(counts).unwrap_or_default()
+    }
+
+    /// Forgets a device of which nothing is in flight. Returns its counts.
+    pub(crate) fn forget(&mut self, device: u32) -> BackOffCounts {
+        self.refusing.retain(|&other| other != device);
+        counts(&self.devices.take(device))
+    }
+}
+
+fn counts(back_off: &BackOff) -> BackOffCounts {
+    BackOffCounts { refused: back_off.total, backed_off: back_off.begun }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn poll(back_off: &mut BackOff, refused: u32, reaped: usize) -> bool {
-        (0..refused).for_each(|_| back_off.refused());
-        back_off.observe_poll(reaped)
+    /// A poll that reaps `refused` refusals of device 0 and `served` requests as a whole. True when it
+    /// starts a back-off.
+    fn poll(back_offs: &mut BackOffs, refused: u32, served: usize) -> bool {
+        (0..refused).for_each(|_| back_offs.refused(0));
+        let mut begins = false;
+        back_offs.observe_poll(|_| served, |_| begins = true);
+        begins
+    }
+
+    /// Requests that are not tried until the back-off of `device` ends.
+    fn untried(back_offs: &mut BackOffs, device: u32) -> u32 {
+        (1..).find(|_| back_offs.count_down(device)).unwrap()
     }
 
     #[test]
     fn c39_a_file_that_always_refuses_is_left_alone_and_tried_again_later() {
         for depth in [1, 128] {
-            let mut back_off = BackOff::new(true);
-            for n in 1..=REFUSED_POLLS_LIMIT {
-                assert!(!back_off.is_backing_off());
-                assert_eq!(poll(&mut back_off, depth, depth as usize), n == REFUSED_POLLS_LIMIT);
-                // A poll that reaps nothing does not count.
-                poll(&mut back_off, 0, 0);
+            let mut back_offs = BackOffs::new(true);
+            for round in 1..=2 {
+                for n in 1..=REFUSED_POLLS_LIMIT {
+                    assert_eq!(poll(&mut back_offs, depth, 0), n == REFUSED_POLLS_LIMIT);
+                    // A poll that reaps nothing does not count.
+                    assert!(!poll(&mut back_offs, 0, 0));
+                }
+                assert_eq!(untried(&mut back_offs, 0), BACK_OFF_REQUESTS);
+                assert_eq!(back_offs.counts(0).backed_off, round);
             }
-            for _ in 0..BACK_OFF_REQUESTS {
-                assert!(back_off.is_backing_off());
-                back_off.count_down();
-            }
-            assert!(!back_off.is_backing_off());
         }
     }
 
     #[test]
-    fn c39_with_the_switch_off_every_request_is_tried() {
-        let mut back_off = BackOff::new(false);
+    fn c39_with_the_switch_off_every_request_is_tried_and_refusals_are_counted() {
+        let mut back_offs = BackOffs::new(false);
         for _ in 0..2 * REFUSED_POLLS_LIMIT {
-            assert!(!poll(&mut back_off, 128, 128) && !back_off.is_backing_off());
+            assert!(!poll(&mut back_offs, 128, 0) && !back_offs.is_counting());
         }
+        let refused = u64::from(2 * REFUSED_POLLS_LIMIT * 128);
+        assert_eq!(back_offs.counts(0), BackOffCounts { refused, backed_off: 0 });
     }
 
     #[test]
     fn c39_a_burst_of_refusals_now_and_then_changes_nothing() {
-        let mut back_off = BackOff::new(true);
+        let mut back_offs = BackOffs::new(true);
         for _ in 0..10_000 {
-            assert!(!poll(&mut back_off, 128, 128));
-            assert!(!poll(&mut back_off, 0, 5));
+            assert!(!poll(&mut back_offs, 128, 0));
+            assert!(!poll(&mut back_offs, 0, 5));
         }
+    }
+
+    #[test]
+    fn c39_a_poll_counts_as_refused_from_seven_eighths_on() {
+        for (served, wanted) in [(1, true), (2, false)] {
+            let mut back_offs = BackOffs::new(true);
+            let begins = (0..REFUSED_POLLS_LIMIT).any(|_| poll(&mut back_offs, 7, served));
+            assert_eq!(begins, wanted, "{served}");
+        }
+    }
+
+    #[test]
+    fn c39_a_poll_that_ends_during_a_back_off_does_not_prolong_it() {
+        let mut back_offs = BackOffs::new(true);
+        assert!((0..REFUSED_POLLS_LIMIT).any(|_| poll(&mut back_offs, 1, 0)));
+        assert!(!(0..2 * REFUSED_POLLS_LIMIT).any(|_| poll(&mut back_offs, 1, 0)));
+        assert_eq!(untried(&mut back_offs, 0), BACK_OFF_REQUESTS);
+    }
+
+    #[test]
+    fn c39_a_device_with_the_index_of_a_detached_one_that_refused_begins_without_refusals() {
+        let mut back_offs = BackOffs::new(true);
+        let mut begun = Vec::new();
+        for _ in 1..REFUSED_POLLS_LIMIT {
+            [0, 1].into_iter().for_each(|device| back_offs.refused(device));
+            back_offs.observe_poll(|_| 0, |device| begun.push(device));
+        }
+        let refused = u64::from(REFUSED_POLLS_LIMIT) - 1;
+        assert_eq!(back_offs.forget(1), BackOffCounts { refused, backed_off: 0 });
+        [0, 1].into_iter().for_each(|device| back_offs.refused(device));
+        back_offs.observe_poll(|_| 0, |device| begun.push(device));
+        assert_eq!(begun, [0]);
+        assert_eq!(back_offs.counts(1), BackOffCounts { refused: 1, backed_off: 0 });
+        back_offs.forget(1);
+        back_offs.forget(0);
+        assert!(!back_offs.is_counting());
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! Invariant: a buffer that came with a request goes back with its completion or its rejection.
 
+use crate::engine::back_off::BackOffCounts;
 use crate::engine::pool::SlotPoolStats;
 use crate::memory::buffer_pool::PooledBuffer;
 use crate::types::error::Error;
@@ -39,6 +40,10 @@ pub struct Stats {
 }
 
 impl Stats {
+    pub(crate) fn with_back_off(self, counts: BackOffCounts) -> Self {
+        Self { refused: counts.refused, backed_off: counts.backed_off, ..self }
+    }
+
     /// The sum of both, but for the pool's counts, which are those of `self`.
     pub(crate) fn plus(self, other: Self) -> Self {
         Self {

@@ -1,180 +1,134 @@
-//! The dispatcher: the state of one engine's requests, the start of simple ones, and the exchange
-//! with the workers.
+//! The dispatcher: the way of a request from its submission to the mechanism that serves it, and of a
+//! transfer's end to the mechanism that made it.
 //!
-//! Invariant: a slot's state names its holder. The queue is not called from its own completion
-//! callback, so completions that start further transfers do not recurse (C44).
+//! Nowait first: a request is tried without waiting on the engine's thread, and goes to a worker only if it
+//! is refused (C37). This saves two thread switches for each request that need not wait. The switch
+//! [`crate::Config::nowait_first`] turns it off; every request then goes to a worker.
+//!
+//! Invariant: each mechanism changes only its own state, and the requests by their methods. The queue is not
+//! called from its own completion callback, so completions that start further transfers do not recurse
+//! (C44).
 #![allow(unsafe_code)]
 
 #[cfg(test)]
 #[cfg(feature = "sim")]
 mod tests;
 
-use std::os::fd::BorrowedFd;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use crate::block::block_map::{BlockMap, Extent};
+use crate::block::device::BlockDevice;
 use crate::block::range_lock::LockMode;
-use crate::blocking::worker_pool::{WorkerJob, WorkerPool, WorkerTask};
-use crate::engine::attached_device::{AttachedDevice, DeviceState, DeviceTable, count};
-use crate::engine::completion::{Completion, Rejected, Stats};
-use crate::engine::merge_run::Merger;
-use crate::engine::pool::SlotPool;
+use crate::blocking::sync_io;
+use crate::blocking::worker_pool::{WorkerPool, WorkerTask};
+use crate::engine::attached_device::{AttachedDevice, Count};
+use crate::engine::completion::{Rejected, Stats};
+use crate::engine::deferred_overwrites::DeferredOverwrites;
+use crate::engine::merge::Merging;
+use crate::engine::requests::{Requests, push_transfer, reject_full};
 use crate::engine::simple_path::Verdict;
 use crate::engine::slot::{Place, Role, State};
-use crate::memory::buffer_pool::{Budget, BufferPool, PooledBuffer};
+use crate::engine::split_requests::SplitRequests;
+use crate::engine::vectored::{self, Path};
+use crate::memory::buffer_pool::{Budget, PooledBuffer};
 use crate::queue::IoQueue;
-use crate::threads::completion_list::CompletionList;
+use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
-use crate::types::error::Error;
-use crate::types::error::Operation;
-use crate::types::iovec::IoSegment;
-use crate::types::request::{ExtentStatus, Flags, Op, Request};
-use crate::types::token;
-use crate::types::transfer::{Transfer, UNREGISTERED};
+use crate::types::error::{Error, Operation};
+use crate::types::iovec::{self, IoSegment};
+use crate::types::request::{Op, Request};
+use crate::types::token::{self, Token};
+use crate::types::transfer::{Outcome, UNREGISTERED};
 
-/// The requests of one engine.
+/// The requests of one engine, and the mechanisms that serve them.
 pub(crate) struct Dispatcher<M: BlockMap + ?Sized> {
-    pub(crate) pool: SlotPool,
-    /// Results of status requests that were given back, by tag.
-    pub(crate) extents: Vec<(u64, Vec<ExtentStatus>)>,
-    /// The number of the engine in the process.
-    pub(crate) number: u64,
-    pub(crate) devices: DeviceTable<M>,
-    /// Devices that are detached and that a slot may still name.
-    pub(crate) detaching: Vec<u32>,
-    /// Devices with refusals that the next poll evaluates.
-    pub(crate) refusing: Vec<u32>,
-    /// Devices with deferred overwrites.
-    pub(crate) deferring: Vec<u32>,
-    /// Requests whose submitted fragments have all ended.
-    pub(crate) resumable: Vec<u32>,
-    pub(crate) work_items: Vec<WorkerJob>,
-    pub(crate) completions: Arc<CompletionList>,
-    pub(crate) workers: WorkerPool,
-    /// Buffers for fragments that cannot use the request's memory.
-    pub(crate) bounce: BufferPool,
+    requests: Requests<M>,
+    merging: Merging,
+    deferred: DeferredOverwrites,
+    split: SplitRequests,
     /// Scratch space for lists of segments.
-    pub(crate) merged: Vec<IoSegment>,
-    pub(crate) config: Config,
-    pub(crate) merger: Merger,
-    /// Something may be left for a poll to do beside ending full reads; see
-    /// [`Dispatcher::attended`].
-    pub(crate) attention: bool,
-    /// The counts of devices that were detached.
-    pub(crate) departed: Stats,
-    /// Durable writes in flight, of all devices, that could share a sync.
-    pub(crate) durable_writes: u32,
-    /// Slots that hold fragments; they do not count as requests.
-    pub(crate) fragments: usize,
+    segments: Vec<IoSegment>,
 }
 
 impl<M: BlockMap + ?Sized> Dispatcher<M> {
     /// A dispatcher without devices whose bounce buffers are taken from `budget`.
     pub(crate) fn new(workers: WorkerPool, config: Config, budget: Budget) -> Result<Self, Error> {
-        static ENGINES: AtomicU64 = AtomicU64::new(0);
-        let pool = SlotPool::new(config.slots, config.pool);
-        let completions = Arc::new(CompletionList::new(pool.limit())?);
         Ok(Self {
-            pool,
-            extents: Vec::new(),
-            number: ENGINES.fetch_add(1, Ordering::Relaxed),
-            devices: DeviceTable::new(),
-            detaching: Vec::new(),
-            refusing: Vec::new(),
-            deferring: Vec::new(),
-            resumable: Vec::with_capacity(64),
-            work_items: Vec::with_capacity(64),
-            completions,
-            workers,
-            bounce: BufferPool::new(budget),
-            merged: Vec::new(),
-            config,
-            merger: Merger::new(config.merge),
-            attention: false,
-            departed: Stats::default(),
-            durable_writes: 0,
-            fragments: 0,
+            requests: Requests::new(workers, config)?,
+            merging: Merging::new(config.merge),
+            deferred: DeferredOverwrites::new(),
+            split: SplitRequests::new(budget),
+            segments: Vec::new(),
         })
     }
 
-    pub(crate) fn completion_fd(&self) -> BorrowedFd<'_> {
-        self.completions.fd()
+    #[inline(always)]
+    pub(crate) fn requests(&self) -> &Requests<M> {
+        &self.requests
     }
 
-    #[inline]
-    pub(crate) fn has_done(&self) -> bool {
-        self.pool.has_done()
+    #[inline(always)]
+    pub(crate) fn requests_mut(&mut self) -> &mut Requests<M> {
+        &mut self.requests
     }
 
+    /// Requests that were accepted and not given back.
     #[inline]
     pub(crate) fn in_flight(&self) -> usize {
-        self.pool.in_use() - self.fragments
+        self.requests.pool().in_use() - self.split.fragments()
     }
 
+    /// Whether requests wait for the submission of the queue.
     #[inline]
-    pub(crate) fn has_free_slot(&self) -> bool {
-        self.pool.room() > 0
+    pub(crate) fn has_run(&self) -> bool {
+        self.merging.has_run()
     }
 
     pub(crate) fn stats(&self) -> Stats {
-        let devices = self.devices.iter().map(DeviceState::stats);
-        Stats { pool: self.pool.stats(), ..devices.fold(self.departed, Stats::plus) }
+        let devices = self.requests.devices().map(|device| self.counts(device));
+        devices.fold(self.requests.departed(), Stats::plus)
     }
 
     /// The counts of one device; 0 once it is detached and no slot names it.
     pub(crate) fn stats_of(&self, device: &AttachedDevice<M>) -> Stats {
-        self.devices.get(device).map_or(Stats::default(), DeviceState::stats)
+        if self.requests.contains(device) { self.counts(device) } else { Stats::default() }
+    }
+
+    fn counts(&self, device: &AttachedDevice<M>) -> Stats {
+        Stats {
+            merged: self.merging.merged(device.index()),
+            deferred: self.deferred.deferred(device.index()),
+            ..self.requests.stats_of(device)
+        }
     }
 
     /// Slots that name `device`.
     pub(crate) fn in_use_of(&self, device: &AttachedDevice<M>) -> usize {
-        let is_there = self.devices.get(device).is_some();
-        if is_there { self.pool.in_use_of(device.index()) } else { 0 }
+        let is_there = self.requests.contains(device);
+        if is_there { self.requests.pool().in_use_of(device.index()) } else { 0 }
     }
 
-    /// Device and tag of each request in flight.
-    pub(crate) fn tags_in_flight(&self) -> impl Iterator<Item = (u32, u64)> {
-        let requests = self.pool.slots_in_use().filter(|slot| slot.role != Role::Fragment);
-        requests.map(|slot| (slot.device(), slot.tag))
-    }
-
-    /// Refuses requests of `device` from now on.
-    ///
-    /// # Errors
-    /// As [`AttachedDevice::refusal`].
-    pub(crate) fn detach(&mut self, device: &AttachedDevice<M>) -> Result<(), Error> {
-        if device.engine.get() != self.number {
-            return Err(device.refusal());
-        }
-        device.detach();
-        self.detaching.push(device.index());
-        self.attention = true;
-        Ok(())
-    }
-
-    /// Forgets the detached devices that no slot names any more, and passes the numbers of their files
-    /// and how many there are to `release`.
-    pub(crate) fn release_detached(&mut self, mut release: impl FnMut(u32, u32)) {
-        let Self { detaching, pool, devices, departed, refusing, .. } = self;
-        detaching.retain(|&index| {
-            if pool.in_use_of(index) > 0 {
-                return true;
-            }
-            if let Some(device) = devices.remove(index) {
-                *departed = departed.plus(device.stats());
-                release(device.attached.first.file(), device.attached.files);
-            }
-            refusing.retain(|&other| other != index);
-            false
+    /// Forgets the detached devices that no slot names any more; `release` gets each of them.
+    pub(crate) fn release_detached(&mut self, mut release: impl FnMut(&AttachedDevice<M>)) {
+        let Self { requests, merging, deferred, .. } = self;
+        requests.release_detached(|device, counts| {
+            release(device);
+            let merged = merging.forget(device.index());
+            let deferred = deferred.forget(device.index());
+            Stats { merged, deferred, ..counts }
         });
+    }
+
+    /// Leaks all memory that the kernel or a worker may still write to.
+    pub(crate) fn leak_in_flight(&mut self) {
+        self.requests.leak();
+        self.merging.leak();
+        self.split.leak();
     }
 
     /// As [`SimplePath::map_for_simple_path`](crate::engine::simple_path::SimplePath::map_for_simple_path);
     /// a request of a device of another engine is not simple.
     #[inline(always)]
     pub(crate) fn simple(&self, device: &AttachedDevice<M>, io: Request, base: *mut u8) -> Verdict {
-        if device.engine.get() != self.number {
+        if !self.requests.serves(device) {
             return Verdict::General;
         }
         device.simple_path.map_for_simple_path(&device.disk, io, base)
@@ -197,27 +151,56 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
         tag: u64,
     ) -> Result<(), Rejected> {
         let locked = device.simple_path.needs_range_lock(io);
-        let Some((slot, request)) = self.pool.alloc() else {
+        let Some((slot, request)) = self.requests.alloc() else {
             return Err(reject_no_slot(device, io, locked, buf));
         };
         let buffer = buf.as_ref().map_or(UNREGISTERED, PooledBuffer::registered);
         let target = device.target(extent.file);
         let place = Place { base, pos: extent.pos, segments: 0, buffer };
-        let role = if io.op == Op::Write { Role::Write } else { Role::Read };
-        request.begin(role, State::Queued, target, io, buf, tag);
+        request.begin(own_transfer(io.op), State::Queued, target, io, buf, tag);
         request.locked = locked;
         request.place = place;
-        count(&device.simple);
-        if device.end.replace(extent.pos + extent.len) == extent.pos {
-            return self.start_neighbour(queue, slot);
+        device.count(Count::Simple);
+        if device.continues(extent) {
+            return self.merging.start(&mut self.requests, queue, slot);
         }
         let transfer = device.simple_path.transfer(io, target, place);
         // SAFETY: the memory is the buffer now in the slot, or promised by the caller; both last
         // until the slot is done.
         if !unsafe { push_transfer(queue, &transfer, slot) } {
-            return Err(self.reject_queue_full(slot));
+            return Err(self.requests.reject_queue_full(slot));
         }
         Ok(())
+    }
+
+    /// As [`Dispatcher::submit_simple`], for memory that a driver has registered under `number`. Its transfer
+    /// is not merged with others: the list of a merged one has addresses.
+    pub(crate) fn submit_registered<Q: IoQueue>(
+        &mut self,
+        queue: &mut Q,
+        device: &AttachedDevice<M>,
+        io: Request,
+        extent: Extent,
+        number: u16,
+        tag: u64,
+    ) -> Result<(), Rejected> {
+        let locked = device.simple_path.needs_range_lock(io);
+        let Some((slot, request)) = self.requests.alloc() else {
+            return Err(reject_no_slot(device, io, locked, None));
+        };
+        let target = device.target(extent.file);
+        request.begin(own_transfer(io.op), State::Queued, target, io, None, tag);
+        device.count(Count::Simple);
+        request.locked = locked;
+        request.place =
+            Place { base: std::ptr::null_mut(), pos: extent.pos, segments: 0, buffer: number };
+        let transfer = device.simple_path.transfer(io, target, request.place);
+        // SAFETY: the transfer names no address of this process; the kernel holds the driver's
+        // memory until it has ended.
+        if unsafe { push_transfer(queue, &transfer, slot) } {
+            return Ok(());
+        }
+        Err(self.requests.reject_queue_full(slot))
     }
 
     /// Starts a request for which [`Dispatcher::simple`] has said that it must wait. `base` is
@@ -231,164 +214,292 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
         buf: Option<PooledBuffer>,
         tag: u64,
     ) -> Result<(), Rejected> {
-        let Some((slot, request)) = self.pool.alloc() else { return Err(reject_full(io, buf)) };
-        request.begin(Role::Split, State::Submitting, device.first, io, buf, tag);
+        let Some((slot, request)) = self.requests.alloc() else { return Err(reject_full(io, buf)) };
+        request.begin(Role::Split, State::Submitting, device.first(), io, buf, tag);
         request.segments.set_one(IoSegment { base, len: io.range.len as usize });
-        count(&device.worker);
-        self.offload(slot, WorkerTask::Run);
+        device.count(Count::Worker);
+        self.requests.offload(slot, WorkerTask::Run);
         Ok(())
     }
 
-    /// Rejects a request for which the queue has no room.
-    #[cold]
-    pub(crate) fn reject_queue_full(&mut self, slot: u32) -> Rejected {
-        self.unlock(slot);
-        let request = &mut self.pool[slot];
-        let (io, buf) = (request.io, request.buf.take());
-        let device = &self.devices[request.device()].attached;
-        device.simple.set(device.simple.get() - 1);
-        self.pool.free(slot);
-        reject_full(io, buf)
+    /// Starts any request by the general path: by one transfer, by fragments or by a worker.
+    pub(crate) fn submit_general<Q: IoQueue>(
+        &mut self,
+        queue: &mut Q,
+        device: &AttachedDevice<M>,
+        io: Request,
+        segments: &[IoSegment],
+        buf: Option<PooledBuffer>,
+        tag: u64,
+    ) -> Result<(), Rejected> {
+        let io = match self.check(device, io, segments) {
+            Ok(io) => io,
+            Err(error) => return Err(Rejected { error, buf }),
+        };
+        let Some((slot, request)) = self.requests.alloc() else { return Err(reject_full(io, buf)) };
+        request.begin(Role::Split, State::Submitting, device.first(), io, buf, tag);
+        self.requests.begin_sync(device, io);
+        let &[IoSegment { base, .. }] = segments else {
+            self.submit_list(queue, device, slot, io, segments);
+            return Ok(());
+        };
+        let one = IoSegment { base, len: io.range.len as usize };
+        if one.len == 0 {
+            self.requests.complete(slot, 0);
+            return Ok(());
+        }
+        match self.choose_path(device, slot, io, &[one]) {
+            Path::Single(extent) => {
+                self.submit_single(queue, device, slot, io, extent, (base, 0));
+            }
+            path => {
+                self.requests.slot_mut(slot).segments.set_one(one);
+                self.submit_planned(queue, device, slot, path);
+            }
+        }
+        Ok(())
     }
 
-    pub(crate) fn unlock(&mut self, slot: u32) {
-        let request = &mut self.pool[slot];
-        if std::mem::take(&mut request.locked) {
-            let disk = &self.devices[request.device()].attached.disk;
-            disk.ranges.unlock(request.io.range, LockMode::Shared);
+    /// Checks a request against the device; the returned range is cut at the device's end.
+    /// `EINVAL` for an unaligned request with `strict` on (C12); as [`sync_io::check`].
+    /// `EINVAL` for a device of another engine, `ENODEV` for one that is detached.
+    fn check(
+        &self,
+        device: &AttachedDevice<M>,
+        io: Request,
+        segments: &[IoSegment],
+    ) -> Result<Request, Error> {
+        if !self.requests.serves(device) {
+            return Err(device.refusal().at(io.range));
+        }
+        // SAFETY: the memory of a request is valid from its submission on.
+        let checked = unsafe { sync_io::check(&device.disk, io, segments) }?;
+        let strict = self.requests.config().strict;
+        if strict && io.range.len > 0 && !is_aligned(&device.disk, io, segments) {
+            return Err(Error::new(libc::EINVAL, Operation::Validate).at(io.range));
+        }
+        Ok(checked)
+    }
+
+    /// Chooses the path of the request `io` in `slot`, whose memory is `segments`, and plans its
+    /// fragments. A write's range is locked before it is mapped.
+    #[inline]
+    fn choose_path(
+        &mut self,
+        device: &AttachedDevice<M>,
+        slot: u32,
+        io: Request,
+        segments: &[IoSegment],
+    ) -> Path {
+        let Config { nowait_first, vectored, .. } = *self.requests.config();
+        if !nowait_first {
+            return Path::Worker;
+        }
+        if device.is_backing_off() {
+            self.requests.count_untried(device);
+            return Path::Worker;
+        }
+        let range = io.range;
+        let (disk, simple_path) = (&*device.disk, &device.simple_path);
+        let lock = simple_path.needs_range_lock(io);
+        if lock && !lock_whole_blocks(disk, range) {
+            return Path::Worker;
+        }
+        let separate_sync = self.requests.needs_separate_sync(device, io);
+        let request = self.requests.slot_mut(slot);
+        let path = vectored::plan(
+            disk,
+            io,
+            segments,
+            || request.buf.as_ref().map(PooledBuffer::segment),
+            vectored,
+            separate_sync,
+            &mut request.fragments,
+        );
+        match path {
+            Path::Worker if lock => disk.ranges.unlock(range, LockMode::Shared),
+            _ if lock => request.locked = true,
+            _ => {}
+        }
+        path
+    }
+
+    /// Starts a request without memory, or with several segments.
+    #[inline(never)]
+    fn submit_list<Q: IoQueue>(
+        &mut self,
+        queue: &mut Q,
+        device: &AttachedDevice<M>,
+        slot: u32,
+        io: Request,
+        segments: &[IoSegment],
+    ) {
+        if io.range.len == 0 && io.op != Op::Flush {
+            return self.requests.complete(slot, 0);
+        }
+        let mut merged = std::mem::take(&mut self.segments);
+        merged.clear();
+        match self.requests.config().vectored {
+            true => iovec::merge(segments, io.range.len, &mut merged),
+            false => iovec::slice_segments(segments, 0, io.range.len, |one| merged.push(one)),
+        }
+        let path = self.choose_path(device, slot, io, &merged);
+        let kept = &mut self.requests.slot_mut(slot).segments;
+        kept.set(&merged);
+        self.segments = merged;
+        match path {
+            Path::Single(extent) => {
+                let memory = match kept.as_slice() {
+                    [one] => (one.base, 0),
+                    list => (list.as_ptr().cast_mut().cast(), list.len() as u16),
+                };
+                self.submit_single(queue, device, slot, io, extent, memory);
+            }
+            path => self.submit_planned(queue, device, slot, path),
         }
     }
 
-    /// Hands a request to a worker; one with `NOWAIT` that a worker would have to run ends with
-    /// `EAGAIN` instead (C32).
-    pub(crate) fn offload(&mut self, slot: u32, task: WorkerTask) {
-        let request = &mut self.pool[slot];
-        if task == WorkerTask::Run && request.io.flags.has(Flags::NOWAIT) {
-            return self.complete(slot, -i64::from(libc::EAGAIN));
+    /// Starts a request by the fragments of its plan or by a worker.
+    #[inline(never)]
+    fn submit_planned<Q: IoQueue>(
+        &mut self,
+        queue: &mut Q,
+        device: &AttachedDevice<M>,
+        slot: u32,
+        path: Path,
+    ) {
+        if path == Path::Worker {
+            device.count(Count::Worker);
+            return self.requests.offload(slot, WorkerTask::Run);
         }
-        self.enqueue_work(slot, task);
+        device.count(Count::General);
+        self.split.submit(&mut self.requests, queue, slot);
     }
 
-    pub(crate) fn enqueue_work(&mut self, slot: u32, task: WorkerTask) {
-        self.attention = true;
-        let request = &mut self.pool[slot];
-        request.set_state(State::Worker);
-        self.work_items.push(WorkerJob {
-            task,
-            io: request.io,
-            segments: request.segments.as_slice(),
-            extents: &raw mut request.extents,
-            slot,
-            client: token::client_of(request.tag),
-            merge: self.config.merge && task == WorkerTask::Run,
-            completions: self.completions.clone(),
-            device: self.devices[request.device()].jobs.clone(),
-        });
+    /// Submits the only transfer of a request that is a single direct fragment. `memory` is its
+    /// only segment's address and 0, or that of the slot's list of segments and their number.
+    #[inline]
+    fn submit_single<Q: IoQueue>(
+        &mut self,
+        queue: &mut Q,
+        device: &AttachedDevice<M>,
+        slot: u32,
+        io: Request,
+        extent: Extent,
+        (base, segments): (*mut u8, u16),
+    ) {
+        device.count(Count::General);
+        let request = self.requests.slot_mut(slot);
+        let buffer = request.buf.as_ref().map_or(UNREGISTERED, PooledBuffer::registered);
+        let target = device.target(extent.file);
+        request.target = target;
+        request.place = Place { base, pos: extent.pos, segments, buffer };
+        let transfer = device.simple_path.transfer(io, target, request.place);
+        request.set_role(own_transfer(io.op));
+        request.set_state(State::Queued);
+        // SAFETY: the memory is the request's, and the list of segments is the slot's; both last
+        // until the slot is done.
+        if !unsafe { push_transfer(queue, &transfer, slot) } {
+            // As after a transfer that has moved nothing: a worker does the request.
+            self.requests.fall_back(slot, 0);
+        }
     }
 
-    /// Starts what was collected since the last poll: the open run and the work items. To be called
+    /// Starts what was collected since the last poll: the open runs and the workers' jobs. To be called
     /// before each submission.
     #[inline(always)]
     pub(crate) fn start_collected<Q: IoQueue>(&mut self, queue: &mut Q) {
-        if self.attention {
+        if self.requests.has_collected() {
             self.start_all_collected(queue);
         }
     }
 
     #[inline(never)]
     fn start_all_collected<Q: IoQueue>(&mut self, queue: &mut Q) {
-        self.close_runs(queue);
-        self.submit_work();
+        self.merging.close(&mut self.requests, queue);
+        self.requests.submit_work();
     }
 
-    /// Whether a poll has more to do than to end full reads.
-    #[inline]
-    pub(crate) fn needs_attention(&self) -> bool {
-        self.attention || self.completions.is_not_empty()
-    }
-
-    /// Finds out whether something is left for the next poll. Whatever adds to one of these lists
-    /// or counts outside of a poll, or while completions are drained, sets `attention`.
-    pub(crate) fn attended(&mut self) {
-        self.attention = self.merger.is_busy()
-            || !self.refusing.is_empty()
-            || !self.resumable.is_empty()
-            || !self.work_items.is_empty()
-            || !self.deferring.is_empty()
-            || !self.detaching.is_empty();
-    }
-
-    /// Hands the collected work items to the workers.
-    #[inline]
-    pub(crate) fn submit_work(&mut self) {
-        if !self.work_items.is_empty() {
-            self.workers.push(self.work_items.drain(..));
-        }
-    }
-
-    /// Takes back the slots that workers have ended.
-    #[inline]
-    pub(crate) fn drain_completions(&mut self) {
-        if self.completions.is_not_empty() {
-            self.complete_remote();
-        }
-    }
-
-    /// Clears the wake-up descriptor; to be called before `drain_completions`.
-    pub(crate) fn ack_wakeup(&self) {
-        self.completions.clear_wake();
-    }
-
-    #[cold]
-    fn complete_remote(&mut self) {
-        let completions = self.completions.clone();
-        completions.take(|slot, result| {
-            let request = &mut self.pool[slot];
-            let device = &mut self.devices[request.device()];
-            device.stats.remote += 1;
-            if device.probe_slot == Some(slot) {
-                device.probe_slot = None;
-            }
-            debug_assert_eq!(request.state, State::Worker);
-            if request.io.op == Op::Status && result >= 0 {
-                let tag = request.tag;
-                self.extents.retain(|(of, _)| *of != tag);
-                self.extents.push((tag, std::mem::take(&mut request.extents)));
-            }
-            self.push_completion(slot, result);
-        });
-    }
-
+    /// Handles the end of the transfer under `token`; false if that is not a transfer's.
+    /// `INLINE_COMPLETION` is the switch.
     #[inline(always)]
-    pub(crate) fn next(&mut self) -> Option<Completion> {
-        let request = self.pool.pop_completed()?;
-        let buf = request.take_buf();
-        let Request { op, flags, range } = request.io;
-        Some(Completion {
-            tag: request.tag,
-            device: request.device(),
-            io: Request { op, flags, range },
-            buf,
-            result: request.result,
-        })
+    pub(crate) fn on_transfer_done<const INLINE_COMPLETION: bool>(
+        &mut self,
+        token: Token,
+        outcome: Outcome,
+    ) -> bool {
+        let Some(request) = self.requests.of_transfer(token) else { return false };
+        debug_assert_eq!(request.state, State::Queued);
+        let slot = token::slot_of(token);
+        if INLINE_COMPLETION && i64::from(outcome) == request.result {
+            self.requests.complete_as_is(slot);
+        } else {
+            self.on_other_done::<INLINE_COMPLETION>(slot, outcome);
+        }
+        true
     }
 
-    pub(crate) fn take_extents(&mut self, tag: u64) -> Vec<ExtentStatus> {
-        let found = self.extents.iter().position(|(of, _)| *of == tag);
-        found.map(|n| self.extents.swap_remove(n).1).unwrap_or_default()
+    /// As `on_transfer_done`, for all cases but a full read by a request's only transfer, which it
+    /// handles only with `inline_completion` off.
+    #[inline(never)]
+    fn on_other_done<const INLINE_COMPLETION: bool>(&mut self, slot: u32, outcome: Outcome) {
+        if !INLINE_COMPLETION || !self.requests.end_if_full_write(slot, outcome) {
+            self.on_uncommon_done(slot, outcome);
+        }
     }
 
-    /// Leaks all memory that the kernel or a worker may still write to.
-    pub(crate) fn leak_in_flight(&mut self) {
-        std::mem::forget(std::mem::replace(&mut self.pool, SlotPool::new(1, true)));
-        self.merger.leak();
-        std::mem::forget(std::mem::replace(&mut self.bounce, BufferPool::new(Budget::new(0))));
+    #[inline(never)]
+    fn on_uncommon_done(&mut self, slot: u32, outcome: Outcome) {
+        let Self { requests, merging, deferred, split, .. } = self;
+        requests.attend_later();
+        let request = requests.slot(slot);
+        let is_full = i64::from(outcome) == request.io.range.len as i64;
+        let role = request.role;
+        match role {
+            Role::Fragment => split.on_transfer_done(requests, slot, outcome),
+            Role::Merged => merging.on_transfer_done(requests, slot, outcome),
+            _ if is_full => requests.end_full(slot),
+            _ if deferred.defer(requests, slot, outcome) => {}
+            _ => requests.fall_back(slot, outcome),
+        }
     }
+
+    /// Steps of a poll beside the completion of requests by their only transfers.
+    ///
+    /// # Errors
+    /// As [`IoQueue::submit`].
+    pub(crate) fn attend<Q: IoQueue>(&mut self, queue: &mut Q) -> Result<(), Error> {
+        let Self { requests, merging, deferred, split, .. } = self;
+        requests.observe_poll();
+        requests.take_returned(|device, slot| deferred.on_returned(device, slot));
+        loop {
+            let mut submitted = merging.retry(requests, queue);
+            submitted |= split.resume(requests, queue);
+            submitted |= deferred.retry(requests, queue);
+            requests.submit_work();
+            if !submitted {
+                return Ok(());
+            }
+            queue.submit()?;
+        }
+    }
+
+    /// Finds out whether something is left for the next poll.
+    pub(crate) fn attended(&mut self) {
+        let Self { requests, merging, deferred, split, .. } = self;
+        requests.attended(merging.is_busy() || deferred.is_busy() || split.is_busy());
+    }
+}
+
+/// The role of a request with one transfer of its own.
+#[inline(always)]
+fn own_transfer(op: Op) -> Role {
+    if op == Op::Write { Role::Write } else { Role::Read }
 }
 
 /// Rejects a request for which there is no slot.
 #[cold]
-pub(crate) fn reject_no_slot<M: BlockMap + ?Sized>(
+fn reject_no_slot<M: BlockMap + ?Sized>(
     device: &AttachedDevice<M>,
     io: Request,
     locked: bool,
@@ -400,26 +511,23 @@ pub(crate) fn reject_no_slot<M: BlockMap + ?Sized>(
     reject_full(io, buf)
 }
 
-/// The rejection of a request for which there is no room: `EAGAIN`.
-pub(crate) fn reject_full(io: Request, buf: Option<PooledBuffer>) -> Rejected {
-    Rejected { error: Error::new(libc::EAGAIN, Operation::Validate).at(io.range), buf }
+/// Whether a request is aligned as it was submitted, before it is cut at the device's end.
+fn is_aligned<M: BlockMap + ?Sized>(
+    disk: &BlockDevice<M>,
+    io: Request,
+    segments: &[IoSegment],
+) -> bool {
+    let align = disk.alignment();
+    let block = match io.op {
+        Op::Read => align.read_offset,
+        Op::Write => align.offset,
+        _ => return true,
+    };
+    sync_io::is_aligned_to(disk, block, io.range, segments)
 }
 
-/// Pushes a transfer to the queue. If the queue is full, submits the earlier transfers and pushes
-/// again; false if there is still no room.
-///
-/// # Safety
-/// As for [`IoQueue::push`].
-#[inline]
-pub(crate) unsafe fn push_transfer<Q: IoQueue>(
-    queue: &mut Q,
-    transfer: &Transfer,
-    slot: u32,
-) -> bool {
-    // SAFETY: as promised by the caller.
-    if unsafe { queue.push(transfer, token::of_slot(slot)) }.is_ok() {
-        return true;
-    }
-    // SAFETY: as promised by the caller.
-    queue.submit().is_ok() && unsafe { queue.push(transfer, token::of_slot(slot)) }.is_ok()
+/// Locks the range of a write, if it can: a read-modify-write is left to a worker, which locks it.
+#[inline(never)]
+fn lock_whole_blocks<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, range: ByteRange) -> bool {
+    sync_io::blocks_of(disk, range) == range && disk.ranges.try_lock(range, LockMode::Shared)
 }

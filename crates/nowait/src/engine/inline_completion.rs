@@ -6,17 +6,8 @@
 //! Invariant: `next_step` is the only place that lists the work left after the data; a request for
 //! which it lists none is finished by the thread that reaps.
 
-use crate::block::block_map::BlockMap;
-use crate::block::range_lock::LockMode;
-use crate::blocking::worker_pool::WorkerTask;
-use crate::engine::attached_device::count;
-use crate::engine::dispatcher::Dispatcher;
-use crate::engine::slot::{RequestSlot, Role, State};
-use crate::engine::transfer_result::{TransferResult, classify};
-use crate::types::iovec::IoSegment;
-use crate::types::request::{Flags, Op};
-use crate::types::token::Token;
-use crate::types::transfer::Outcome;
+use crate::engine::slot::{RequestSlot, Role};
+use crate::types::request::Flags;
 
 /// The work left for a request after its data.
 ///
@@ -52,142 +43,40 @@ pub(crate) fn next_step(request: &RequestSlot) -> NextStep {
     }
 }
 
-impl<M: BlockMap + ?Sized> Dispatcher<M> {
-    /// Handles the end of the transfer under `token`; false if that is not a transfer's.
-    #[inline(always)]
-    pub(crate) fn on_transfer_done(
-        &mut self,
-        token: Token,
-        outcome: Outcome,
-        inline_completion: bool,
-    ) -> bool {
-        let Some(request) = self.pool.of_transfer(token) else { return false };
-        debug_assert_eq!(request.state, State::Queued);
-        if inline_completion && i64::from(outcome) == request.result {
-            self.pool.complete_as_is(token as u32);
-        } else {
-            self.on_transfer_done_slow(token as u32, outcome);
-        }
-        true
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::slot::State;
+    use crate::types::byte_range::ByteRange;
+    use crate::types::request::{Op, Request};
+    use crate::types::token::Target;
+
+    fn slot(op: Op, flags: Flags, role: Role) -> RequestSlot {
+        let mut slot = RequestSlot::new();
+        let io = Request { op, flags, range: ByteRange::new(0, 4096) };
+        slot.begin(role, State::Submitting, Target::new(0, 0), io, None, 0);
+        slot
     }
 
-    /// As `on_transfer_done`, for all cases but a full read by a request's only transfer, which it
-    /// handles only with `inline_completion` off.
-    #[inline(never)]
-    pub(crate) fn on_transfer_done_slow(&mut self, slot: u32, outcome: Outcome) {
-        self.attention = true;
-        let request = &mut self.pool[slot];
-        match request.role {
-            Role::Fragment => return self.on_fragment_done(slot, outcome),
-            Role::Merged => return self.on_merged_done(slot, outcome),
-            Role::Read | Role::Write | Role::Split => {}
-        }
-        if i64::from(outcome) != request.io.range.len as i64 {
-            return self.on_partial(slot, outcome);
-        }
-        if request.io.op == Op::Write {
-            let range = request.io.range;
-            let disk = &self.devices[request.device()].attached.disk;
-            disk.map.mark_allocated(range);
-            if request.locked {
-                request.locked = false;
-                disk.ranges.unlock(range, LockMode::Shared);
+    #[test]
+    fn c29_only_a_durable_change_without_a_durable_transfer_of_its_own_has_a_sync_left() {
+        for op in [Op::Read, Op::Write, Op::Discard, Op::Zero] {
+            for (flags, is_durable) in [(Flags::NONE, false), (Flags::DSYNC, true)] {
+                let wanted = is_durable && op != Op::Read;
+                let wanted = if wanted { NextStep::Sync } else { NextStep::Nothing };
+                assert_eq!(next_step(&slot(op, flags, Role::Split)), wanted, "{op:?}, {flags:?}");
             }
         }
-        self.complete(slot, i64::from(outcome));
+        let own_transfer = slot(Op::Write, Flags::DSYNC, Role::Write);
+        assert_eq!(next_step(&own_transfer), NextStep::Nothing);
     }
 
-    /// Handles the end of a request's only transfer, which has not moved all bytes.
-    #[inline(never)]
-    fn on_partial(&mut self, slot: u32, outcome: Outcome) {
-        if !self.defer_if_overwrite(slot, outcome) {
-            self.fall_back(slot, outcome);
-        }
-    }
-
-    /// Continues on the general path after a request's only transfer has failed, was refused or was
-    /// short.
-    #[cold]
-    pub(crate) fn fall_back(&mut self, slot: u32, outcome: Outcome) {
-        let request = &mut self.pool[slot];
-        let (len, place) = (request.io.range.len, request.place);
-        if place.segments == 0 {
-            request.segments.set_one(IoSegment { base: place.base, len: len as usize });
-        }
-        request.set_role(Role::Split);
-        self.record_outcome(slot, classify(outcome, len));
-        self.finish_or_continue(slot);
-    }
-
-    /// Records the result of a transfer in its request's `slot`.
-    pub(crate) fn record_outcome(&mut self, slot: u32, result: TransferResult) {
-        let request = &mut self.pool[slot];
-        count(&self.devices[request.device()].attached.reaped);
-        match result {
-            TransferResult::Full => {}
-            TransferResult::Short => request.again = true,
-            TransferResult::Refused => {
-                request.again = true;
-                let device = request.device();
-                self.count_refusal(device);
-            }
-            TransferResult::Failed(errno) => request.fail(i64::from(errno)),
-        }
-    }
-
-    /// Does the next step of a request whose transfers have all ended.
-    pub(crate) fn finish_or_continue(&mut self, slot: u32) {
-        let request = &mut self.pool[slot];
-        let len = request.io.range.len as i64;
-        if request.io.op == Op::Write {
-            let disk = &self.devices[request.device()].attached.disk;
-            disk.map.mark_allocated(request.io.range);
-        }
-        self.unlock(slot);
-        match next_step(&self.pool[slot]) {
-            NextStep::Nothing => self.complete(slot, len),
-            NextStep::Error => {
-                let result = self.pool[slot].result;
-                self.complete(slot, result);
-            }
-            NextStep::Sync => self.offload(slot, WorkerTask::Sync { result: len }),
-            NextStep::Again => {
-                let device = self.pool[slot].device();
-                self.devices[device].stats.retried += 1;
-                self.offload(slot, WorkerTask::Run);
-            }
-        }
-    }
-
-    /// Ends the request with `result`; `next` gives it back, with `inline_completion` off only
-    /// after a detour over a worker.
-    #[inline]
-    pub(crate) fn complete(&mut self, slot: u32, result: i64) {
-        if !self.config.inline_completion {
-            count(&self.devices[self.pool[slot].device()].attached.reaped);
-            return self.enqueue_work(slot, WorkerTask::CompleteOnly { result });
-        }
-        self.push_completion(slot, result);
-    }
-
-    #[inline]
-    pub(crate) fn push_completion(&mut self, slot: u32, result: i64) {
-        if result < 0 || self.durable_writes > 0 {
-            self.count_completion(slot, result);
-        }
-        self.pool.complete(slot, result);
-    }
-
-    /// Counts a failure, and the end of a durable write that could share a sync.
-    #[inline(never)]
-    fn count_completion(&mut self, slot: u32, result: i64) {
-        let request = &self.pool[slot];
-        let device = &mut self.devices[request.device()];
-        device.stats.failed += u64::from(result < 0);
-        let durable = &device.attached.durable_writes;
-        if durable.get() > 0 && device.attached.simple_path.can_share_sync(request.io) {
-            durable.set(durable.get() - 1);
-            self.durable_writes -= 1;
-        }
+    #[test]
+    fn c22_an_error_comes_before_another_try_and_that_before_a_sync() {
+        let mut request = slot(Op::Write, Flags::DSYNC, Role::Split);
+        request.again = true;
+        assert_eq!(next_step(&request), NextStep::Again);
+        request.fail(-5);
+        assert_eq!(next_step(&request), NextStep::Error);
     }
 }

@@ -8,16 +8,22 @@ mod fragment;
 mod slot;
 mod transfer_result;
 pub(crate) mod pool;
+mod per_device;
+mod back_off;
 pub(crate) mod completion;
 pub(crate) mod simple_path;
-mod back_off;
-mod merge_run;
 pub(crate) mod attached_device;
-mod dispatcher;
-mod vectored;
-mod nowait_first;
+mod device_table;
+mod shared_syncs;
+mod worker_exchange;
 mod inline_completion;
+mod requests;
 mod merge;
+mod deferred_overwrites;
+mod vectored;
+mod split_requests;
+mod dispatcher;
+mod submit;
 mod registered;
 pub(crate) mod single_disk;
 
@@ -27,21 +33,18 @@ use std::time::Duration;
 
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
-use crate::blocking::sync_io;
 use crate::blocking::worker_pool::WorkerPool;
 use crate::memory::buffer_pool::{Budget, BufferPool, PooledBuffer};
 use crate::queue::{Interest, IoQueue};
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
-use crate::types::iovec::IoSegment;
-use crate::types::request::{ExtentStatus, Flags, Op, Request};
+use crate::types::request::ExtentStatus;
 use crate::types::token::{self, Token, WORKERS_EVENT};
 use crate::types::{alignment, iovec};
 use attached_device::DeviceHandle;
-use completion::{Completion, Rejected, Stats};
+use completion::{Completion, Stats};
 use dispatcher::Dispatcher;
-use simple_path::Verdict;
 
 /// One thread's engine, for any number of devices.
 ///
@@ -111,7 +114,11 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         [buffers, bounce]: [Budget; 2],
     ) -> Result<Self, Error> {
         let dispatcher = Dispatcher::new(workers, config, bounce)?;
-        queue.events_mut().watch(dispatcher.completion_fd(), WORKERS_EVENT, Interest::Readable)?;
+        queue.events_mut().watch(
+            dispatcher.requests().worker_fd(),
+            WORKERS_EVENT,
+            Interest::Readable,
+        )?;
         Ok(Self { dispatcher, queue, buffers: BufferPool::new(buffers) })
     }
 
@@ -122,9 +129,9 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     /// Errors of [`IoQueue::attach`].
     pub fn attach(&mut self, disk: Arc<BlockDevice<M>>) -> Result<DeviceHandle<M>, Error> {
         let files = disk.queue_files();
-        let files = (self.queue.attach(&files)?, files.len() as u32);
-        let Dispatcher { devices, number, config, .. } = &mut self.dispatcher;
-        Ok(DeviceHandle(devices.add(*number, disk, files, config)))
+        let first = self.queue.attach(&files)?;
+        let files = first..first + files.len() as u32;
+        Ok(DeviceHandle::new(self.dispatcher.requests_mut().attach(disk, files)))
     }
 
     /// Detaches a device: a later request of it is refused with `ENODEV`. Those in flight complete, and
@@ -133,7 +140,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     /// # Errors
     /// `EINVAL` for a device of another engine, `ENODEV` for one that is detached already.
     pub fn detach(&mut self, device: &DeviceHandle<M>) -> Result<(), Error> {
-        self.dispatcher.detach(&device.0)?;
+        self.dispatcher.requests_mut().detach(device.attached())?;
         self.release_detached();
         Ok(())
     }
@@ -141,7 +148,10 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     /// Forgets the detached devices that no slot names any more.
     fn release_detached(&mut self) {
         let queue = &mut self.queue;
-        self.dispatcher.release_detached(|first, count| queue.detach(first, count));
+        self.dispatcher.release_detached(|device| {
+            let files = device.files();
+            queue.detach(files.start, files.len() as u32);
+        });
     }
 
     /// A buffer for a request of `range` of `device`; its bytes begin at
@@ -152,7 +162,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         if range.len > iovec::MAX_TRANSFER_BYTES {
             return None;
         }
-        let block = device.0.disk.alignment().offset;
+        let block = device.disk().alignment().offset;
         let room = device.buffer_offset(range.pos) as u64 + range.len;
         let queue = &mut self.queue;
         self.buffers.get(alignment::round_up(room, block) as usize, |base, bytes| {
@@ -160,154 +170,6 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
             // queue before its pool.
             unsafe { queue.register(base, bytes) }
         })
-    }
-
-    /// Submits a read or write of `buf`, which came from [`Engine::buffer`] for `io.range` of `device`.
-    ///
-    /// The upper 32 bits of `tag` are the client's number: the workers serve the clients in turn,
-    /// so that a client with many slow requests does not hold up the others. This applies to every
-    /// way to submit.
-    ///
-    /// # Errors
-    /// [`Rejected`], with the buffer.
-    #[inline]
-    pub fn submit(
-        &mut self,
-        device: &DeviceHandle<M>,
-        io: Request,
-        buf: PooledBuffer,
-        tag: u64,
-    ) -> Result<(), Rejected> {
-        let start = device.buffer_offset(io.range.pos);
-        let base = buf.base().wrapping_add(start);
-        // The sum wraps only for a length that no simple request has.
-        let fits = io.range.len.wrapping_add(start as u64) <= buf.len() as u64;
-        let verdict =
-            if fits { self.dispatcher.simple(&device.0, io, base) } else { Verdict::General };
-        match verdict {
-            Verdict::Simple(extent) => {
-                let (queue, buf) = (&mut self.queue, Some(buf));
-                // SAFETY: the buffer holds the range and moves into the slot, where it stays until
-                // the request is given back.
-                unsafe {
-                    self.dispatcher.submit_simple(queue, &device.0, io, extent, base, buf, tag)
-                }
-            }
-            Verdict::MustWait => {
-                self.dispatcher.submit_to_worker(&device.0, io, base, Some(buf), tag)
-            }
-            Verdict::General => self.submit_checked(device, io, start, buf, tag),
-        }
-    }
-
-    #[inline(never)]
-    fn submit_checked(
-        &mut self,
-        device: &DeviceHandle<M>,
-        io: Request,
-        start: usize,
-        buf: PooledBuffer,
-        tag: u64,
-    ) -> Result<(), Rejected> {
-        let fits = buf.len().checked_sub(start).is_some_and(|room| room as u64 >= io.range.len);
-        if !fits || !matches!(io.op, Op::Read | Op::Write) {
-            let error = Error::new(libc::EINVAL, Operation::Validate).at(io.range);
-            return Err(Rejected { error, buf: Some(buf) });
-        }
-        let segment =
-            IoSegment { base: buf.base().wrapping_add(start), len: io.range.len as usize };
-        self.dispatcher.submit_general(&mut self.queue, &device.0, io, &[segment], Some(buf), tag)
-    }
-
-    /// Submits a request that needs no memory: flush, discard, zero, status.
-    ///
-    /// # Errors
-    /// [`Rejected`], without a buffer.
-    pub fn submit_no_data(
-        &mut self,
-        device: &DeviceHandle<M>,
-        io: Request,
-        tag: u64,
-    ) -> Result<(), Rejected> {
-        if matches!(io.op, Op::Read | Op::Write) {
-            let error = Error::new(libc::EINVAL, Operation::Validate).at(io.range);
-            return Err(Rejected { error, buf: None });
-        }
-        self.dispatcher.submit_general(&mut self.queue, &device.0, io, &[], None, tag)
-    }
-
-    /// Submits a read or write of memory that the caller keeps. `io.range.len` is at most the
-    /// length of the segments together (C06).
-    ///
-    /// # Errors
-    /// [`Rejected`], without a buffer; `EINVAL` for more than 1024 segments (C04) or a negative
-    /// length (C05).
-    ///
-    /// # Safety
-    /// The memory stays valid and is not accessed from elsewhere until [`Engine::next`] gives the
-    /// request back or [`Engine::settle`] succeeds. Dropping the engine is not enough: if its queue
-    /// fails, the drop cannot wait.
-    #[inline]
-    pub unsafe fn submit_user_memory(
-        &mut self,
-        device: &DeviceHandle<M>,
-        io: Request,
-        segments: &[IoSegment],
-        tag: u64,
-    ) -> Result<(), Rejected> {
-        let &[one] = segments else {
-            return self
-                .submit_user_memory_checked(device, io.op, io.flags, io.range, segments, tag);
-        };
-        let fits = io.range.len == one.len as u64;
-        let verdict =
-            if fits { self.dispatcher.simple(&device.0, io, one.base) } else { Verdict::General };
-        match verdict {
-            // SAFETY: as promised by the caller.
-            Verdict::Simple(extent) => unsafe {
-                self.dispatcher.submit_simple(
-                    &mut self.queue,
-                    &device.0,
-                    io,
-                    extent,
-                    one.base,
-                    None,
-                    tag,
-                )
-            },
-            Verdict::MustWait => {
-                self.dispatcher.submit_to_worker(&device.0, io, one.base, None, tag)
-            }
-            Verdict::General => {
-                self.submit_user_memory_checked(device, io.op, io.flags, io.range, &[one], tag)
-            }
-        }
-    }
-
-    /// Takes the request's fields one by one and its single segment as a copy, so that a simple
-    /// request needs no memory before it is in its slot.
-    #[inline(never)]
-    fn submit_user_memory_checked(
-        &mut self,
-        device: &DeviceHandle<M>,
-        op: Op,
-        flags: Flags,
-        range: ByteRange,
-        segments: &[IoSegment],
-        tag: u64,
-    ) -> Result<(), Rejected> {
-        let total = sync_io::check_rights(device.disk(), op)
-            .and_then(|()| iovec::total(segments))
-            .map_err(|error| Rejected { error, buf: None })?;
-        let range = ByteRange::new(range.pos, range.len.min(total));
-        self.dispatcher.submit_general(
-            &mut self.queue,
-            &device.0,
-            Request { op, flags, range },
-            segments,
-            None,
-            tag,
-        )
     }
 
     /// Submits the queued transfers and reaps completions, without waiting.
@@ -343,7 +205,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         watched: &mut impl FnMut(Token, i32),
     ) -> Result<(), Error> {
         self.dispatcher.start_collected(&mut self.queue);
-        if self.dispatcher.has_done() {
+        if self.dispatcher.requests().pool().has_done() {
             self.queue.submit()?;
         } else {
             self.queue.wait(timeout)?;
@@ -353,21 +215,17 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
 
     #[inline]
     fn reap(&mut self, watched: &mut impl FnMut(Token, i32)) -> Result<(), Error> {
-        match self.dispatcher.config.inline_completion {
+        match self.dispatcher.requests().config().inline_completion {
             true => self.drain::<true>(watched),
             false => self.drain::<false>(watched),
         }
-        if self.dispatcher.needs_attention() { self.attend() } else { Ok(()) }
+        if self.dispatcher.requests().needs_attention() { self.attend() } else { Ok(()) }
     }
 
     /// Steps of a poll beside the completion of full reads.
     #[inline(never)]
     fn attend(&mut self) -> Result<(), Error> {
-        self.dispatcher.observe_poll();
-        self.dispatcher.drain_completions();
-        while self.dispatcher.resume_split_requests(&mut self.queue) {
-            self.queue.submit()?;
-        }
+        self.dispatcher.attend(&mut self.queue)?;
         self.release_detached();
         self.dispatcher.attended();
         Ok(())
@@ -379,7 +237,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     fn drain<const INLINE_COMPLETION: bool>(&mut self, watched: &mut impl FnMut(Token, i32)) {
         let dispatcher = &mut self.dispatcher;
         self.queue.drain_completions(|token, outcome| {
-            if !dispatcher.on_transfer_done(token, outcome, INLINE_COMPLETION) {
+            if !dispatcher.on_transfer_done::<INLINE_COMPLETION>(token, outcome) {
                 on_event(dispatcher, token, outcome, watched);
             }
         });
@@ -405,28 +263,28 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     #[inline]
     #[allow(clippy::should_implement_trait, reason = "an engine is not an iterator: it never ends")]
     pub fn next(&mut self) -> Option<Completion> {
-        self.dispatcher.next()
+        self.dispatcher.requests_mut().next()
     }
 
     /// The result of an [`Op::Status`] that was given back under `tag`: the extents of its range
     /// from its start on, possibly not to its end.
     pub fn take_extents(&mut self, tag: u64) -> Vec<ExtentStatus> {
-        self.dispatcher.take_extents(tag)
+        self.dispatcher.requests_mut().take_extents(tag)
     }
 
     /// Whether [`Engine::next`] would return a completion.
     #[inline]
     #[must_use]
     pub fn has_done(&self) -> bool {
-        self.dispatcher.has_done()
+        self.dispatcher.requests().pool().has_done()
     }
 
     /// Whether [`Engine::poll`] would find a completion; without a system call where the queue
     /// allows that.
     #[inline]
     pub fn has_completions(&mut self) -> bool {
-        self.dispatcher.has_done()
-            || self.dispatcher.merger.has_run()
+        self.dispatcher.requests().pool().has_done()
+            || self.dispatcher.has_run()
             || self.queue.has_completions()
     }
 
@@ -440,14 +298,14 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     #[inline]
     #[must_use]
     pub fn has_free_slot(&self) -> bool {
-        self.dispatcher.has_free_slot()
+        self.free_slots() > 0
     }
 
     /// How many further requests, or fragments of requests, would find a slot.
     #[inline]
     #[must_use]
     pub fn free_slots(&self) -> usize {
-        self.dispatcher.pool.room()
+        self.dispatcher.requests().pool().room()
     }
 
     /// Reports `token` whenever `fd` is ready. The token has [`FD_TOKEN`](crate::FD_TOKEN) set and bits 60 to 62
@@ -518,27 +376,28 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     /// every slot of the engine.
     #[must_use]
     pub fn in_flight_of(&self, device: &DeviceHandle<M>) -> usize {
-        self.dispatcher.in_use_of(&device.0)
+        self.dispatcher.in_use_of(device.attached())
     }
 
     /// Device and tag of each request in flight, as in [`Completion::device`] and [`Completion::tag`]. It
     /// looks at every slot of the engine.
     pub fn tags_in_flight(&self) -> impl Iterator<Item = (u32, u64)> {
-        self.dispatcher.tags_in_flight()
+        let requests = self.dispatcher.requests().pool().slots_in_use();
+        let requests = requests.filter(|slot| slot.role != slot::Role::Fragment);
+        requests.map(|slot| (slot.device(), slot.tag))
     }
 
     /// Counts of how the requests of `device` were served so far; those of the pool, and of polling,
     /// are 0.
     #[must_use]
     pub fn stats_of(&self, device: &DeviceHandle<M>) -> Stats {
-        self.dispatcher.stats_of(&device.0)
+        self.dispatcher.stats_of(device.attached())
     }
 
     /// Why transfers of `device` cannot be polled for (C48); `None` if they can.
     #[must_use]
     pub fn polling_refusal(&self, device: &DeviceHandle<M>) -> Option<&'static str> {
-        let first = device.0.first.file();
-        (first..first + device.0.files).find_map(|file| self.queue.polling_refusal(file))
+        device.attached().files().find_map(|file| self.queue.polling_refusal(file))
     }
 
     /// The queue.
@@ -564,7 +423,7 @@ fn on_event<M: BlockMap + ?Sized>(
     watched: &mut impl FnMut(Token, i32),
 ) {
     match token {
-        WORKERS_EVENT => dispatcher.ack_wakeup(),
+        WORKERS_EVENT => dispatcher.requests().acknowledge_workers(),
         _ => watched(token, outcome),
     }
 }

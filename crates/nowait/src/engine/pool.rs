@@ -120,9 +120,9 @@ impl SlotPool {
     /// uppermost bit, is beyond every limit.
     #[inline(always)]
     pub(crate) fn of_transfer(&self, token: Token) -> Option<&RequestSlot> {
-        let is_slot = token < self.slots.len() as u64;
-        debug_assert_eq!(is_slot, token::is_transfer(token));
-        if is_slot { Some(&self.slots[token::slot_of(token) as usize]) } else { None }
+        let request = self.slots.get(token::index_of(token));
+        debug_assert_eq!(request.is_some(), token::is_transfer(token));
+        request.map(|request| &**request)
     }
 
     /// Appends a slot to the list of done ones.

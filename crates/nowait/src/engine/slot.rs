@@ -10,7 +10,7 @@ use crate::types::byte_range::ByteRange;
 use crate::types::iovec::IoSegment;
 use crate::types::request::{ExtentStatus, Flags, Op, Request};
 use crate::types::token::Target;
-use crate::types::transfer::UNREGISTERED;
+use crate::types::transfer::{Outcome, UNREGISTERED};
 
 /// The state of a request (C41).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,9 +104,11 @@ impl Place {
         Self { base: std::ptr::null_mut(), pos: 0, segments: 0, buffer: UNREGISTERED };
 }
 
-/// The `RequestSlot::result` of a slot whose transfer does not end its request at once: no outcome
+/// The `RequestSlot::result` of a slot whose transfer does not end its request immediately: no outcome
 /// is that great.
 const NEVER: i64 = i64::MAX;
+/// Set in the `RequestSlot::result` of a write with one transfer of its own: no outcome is as great as the sum.
+const FULL_WRITE: i64 = 1 << 62;
 
 /// A slot: one request, or one fragment of a request.
 #[repr(C, align(64))]
@@ -136,7 +138,7 @@ pub(crate) struct RequestSlot {
     pub(crate) tag: u64,
     pub(crate) io: Request,
     /// Bytes done, or a negative errno; while the slot has a transfer in flight, the outcome with
-    /// which nothing is left to do for the request, or `NEVER`.
+    /// which nothing is left to do for the request, that of a full write with `FULL_WRITE`, or `NEVER`.
     pub(crate) result: i64,
     /// That of a request with one transfer of its own.
     pub(crate) place: Place,
@@ -208,9 +210,16 @@ impl RequestSlot {
         self.role = role;
         self.result = match role {
             Role::Read => self.io.range.len as i64,
-            Role::Write | Role::Fragment | Role::Merged => NEVER,
+            Role::Write => self.io.range.len as i64 | FULL_WRITE,
+            Role::Fragment | Role::Merged => NEVER,
             Role::Split => 0,
         };
+    }
+
+    /// Whether `outcome` is that of a write by one transfer of its own which has moved all of its bytes.
+    #[inline(always)]
+    pub(crate) fn is_full_write(&self, outcome: Outcome) -> bool {
+        self.result == i64::from(outcome) | FULL_WRITE
     }
 
     /// Records who holds the slot. The state decides nothing, it is only asserted.
@@ -251,6 +260,21 @@ mod tests {
     fn a_slot_is_whole_cache_lines() {
         assert_eq!(align_of::<RequestSlot>(), 64);
         assert_eq!(size_of::<RequestSlot>() % 64, 0);
+    }
+
+    #[test]
+    fn only_an_outcome_of_all_bytes_ends_a_read_or_a_write_with_its_own_transfer() {
+        let outcomes = [i32::MIN, -4096, -libc::EAGAIN, -1, 0, 1, 4095, 4096, 4097, i32::MAX];
+        let roles = [Role::Read, Role::Write, Role::Split, Role::Fragment, Role::Merged];
+        for (role, outcome) in roles.into_iter().flat_map(|role| outcomes.map(|it| (role, it))) {
+            let mut slot = RequestSlot::new();
+            slot.io.range.len = 4096;
+            slot.set_role(role);
+            assert_eq!(slot.is_full_write(outcome), role == Role::Write && outcome == 4096);
+            // A slot of a request that is split has no transfer.
+            let ends = slot.result == i64::from(outcome);
+            assert!(role == Role::Split || ends == (role == Role::Read && outcome == 4096));
+        }
     }
 
     #[test]

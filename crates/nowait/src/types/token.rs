@@ -78,6 +78,12 @@ pub(crate) const fn slot_of(token: Token) -> u32 {
     token as u32
 }
 
+/// The slot of a transfer as an index, from its token; beyond every slot for a token of another kind.
+#[inline(always)]
+pub(crate) const fn index_of(token: Token) -> usize {
+    token as usize
+}
+
 /// Whether a queue returns `token` for a transfer.
 #[inline(always)]
 pub(crate) const fn is_transfer(token: Token) -> bool {
