@@ -34,7 +34,7 @@ use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
 use crate::types::iovec::{self, IoSegment};
-use crate::types::request::{Op, Request};
+use crate::types::request::{Flags, Op, Request};
 use crate::types::token::{self, Token};
 use crate::types::transfer::{Outcome, UNREGISTERED};
 
@@ -152,7 +152,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
     ) -> Result<(), Rejected> {
         let locked = device.simple_path.needs_range_lock(io);
         let Some((slot, request)) = self.requests.alloc() else {
-            return Err(reject_no_slot(device, io, locked, buf));
+            return Err(reject_no_slot(device, io.range, locked, buf));
         };
         let buffer = buf.as_ref().map_or(UNREGISTERED, PooledBuffer::registered);
         let target = device.target(extent.file);
@@ -186,7 +186,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
     ) -> Result<(), Rejected> {
         let locked = device.simple_path.needs_range_lock(io);
         let Some((slot, request)) = self.requests.alloc() else {
-            return Err(reject_no_slot(device, io, locked, None));
+            return Err(reject_no_slot(device, io.range, locked, None));
         };
         let target = device.target(extent.file);
         request.begin(own_transfer(io.op), State::Queued, target, io, None, tag);
@@ -204,17 +204,22 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
     }
 
     /// Starts a request for which [`Dispatcher::simple`] has said that it must wait. `base` is
-    /// valid as for [`Dispatcher::submit_simple`].
+    /// valid as for [`Dispatcher::submit_simple`]. It takes the request's fields one by one, so that a
+    /// simple request needs no memory before it is in its slot.
     #[cold]
     pub(crate) fn submit_to_worker(
         &mut self,
         device: &AttachedDevice<M>,
-        io: Request,
+        (op, flags): (Op, Flags),
+        range: ByteRange,
         base: *mut u8,
         buf: Option<PooledBuffer>,
         tag: u64,
     ) -> Result<(), Rejected> {
-        let Some((slot, request)) = self.requests.alloc() else { return Err(reject_full(io, buf)) };
+        let io = Request { op, flags, range };
+        let Some((slot, request)) = self.requests.alloc() else {
+            return Err(reject_full(io.range, buf));
+        };
         request.begin(Role::Split, State::Submitting, device.first(), io, buf, tag);
         request.segments.set_one(IoSegment { base, len: io.range.len as usize });
         device.count(Count::Worker);
@@ -236,7 +241,9 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
             Ok(io) => io,
             Err(error) => return Err(Rejected { error, buf }),
         };
-        let Some((slot, request)) = self.requests.alloc() else { return Err(reject_full(io, buf)) };
+        let Some((slot, request)) = self.requests.alloc() else {
+            return Err(reject_full(io.range, buf));
+        };
         request.begin(Role::Split, State::Submitting, device.first(), io, buf, tag);
         self.requests.begin_sync(device, io);
         let &[IoSegment { base, .. }] = segments else {
@@ -501,14 +508,14 @@ fn own_transfer(op: Op) -> Role {
 #[cold]
 fn reject_no_slot<M: BlockMap + ?Sized>(
     device: &AttachedDevice<M>,
-    io: Request,
+    range: ByteRange,
     locked: bool,
     buf: Option<PooledBuffer>,
 ) -> Rejected {
     if locked {
-        device.disk.ranges.unlock(io.range, LockMode::Shared);
+        device.disk.ranges.unlock(range, LockMode::Shared);
     }
-    reject_full(io, buf)
+    reject_full(range, buf)
 }
 
 /// Whether a request is aligned as it was submitted, before it is cut at the device's end.

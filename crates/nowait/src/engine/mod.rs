@@ -217,7 +217,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     fn reap(&mut self, watched: &mut impl FnMut(Token, i32)) -> Result<(), Error> {
         match self.dispatcher.requests().config().inline_completion {
             true => self.drain::<true>(watched),
-            false => self.drain::<false>(watched),
+            false => self.drain_by_workers(watched),
         }
         if self.dispatcher.requests().needs_attention() { self.attend() } else { Ok(()) }
     }
@@ -241,6 +241,12 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
                 on_event(dispatcher, token, outcome, watched);
             }
         });
+    }
+
+    /// As `drain`, with the switch off.
+    #[inline(never)]
+    fn drain_by_workers(&mut self, watched: &mut impl FnMut(Token, i32)) {
+        self.drain::<false>(watched);
     }
 
     /// Waits until nothing is in flight and drops the completions. To be called before memory that

@@ -56,7 +56,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
                 number,
                 tag,
             ),
-            Verdict::MustWait | Verdict::General => Err(reject_full(io, None)),
+            Verdict::MustWait | Verdict::General => Err(reject_full(io.range, None)),
         }
     }
 }

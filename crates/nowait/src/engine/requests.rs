@@ -27,6 +27,7 @@ use crate::engine::transfer_result::{TransferResult, classify};
 use crate::engine::worker_exchange::WorkerExchange;
 use crate::memory::buffer_pool::PooledBuffer;
 use crate::queue::IoQueue;
+use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
 use crate::types::iovec::IoSegment;
@@ -490,9 +491,9 @@ impl<M: BlockMap + ?Sized> Requests<M> {
         self.unlock(slot);
         self.device_of(slot).uncount_simple();
         let request = &mut self.pool[slot];
-        let (io, buf) = (request.io, request.buf.take());
+        let (range, buf) = (request.io.range, request.buf.take());
         self.pool.free(slot);
-        reject_full(io, buf)
+        reject_full(range, buf)
     }
 
     /// Leaks the slots: the kernel or a worker may still write to memory that they hold.
@@ -502,8 +503,8 @@ impl<M: BlockMap + ?Sized> Requests<M> {
 }
 
 /// The rejection of a request for which there is no room: `EAGAIN`.
-pub(crate) fn reject_full(io: Request, buf: Option<PooledBuffer>) -> Rejected {
-    Rejected { error: Error::new(libc::EAGAIN, Operation::Validate).at(io.range), buf }
+pub(crate) fn reject_full(range: ByteRange, buf: Option<PooledBuffer>) -> Rejected {
+    Rejected { error: Error::new(libc::EAGAIN, Operation::Validate).at(range), buf }
 }
 
 /// Pushes a transfer to the queue. If the queue is full, submits the earlier transfers and pushes

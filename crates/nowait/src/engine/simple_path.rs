@@ -89,7 +89,7 @@ impl SimplePath {
 
     /// Whether `io`, with its memory at `base`, is simple. A read of a cached hole is not: it needs
     /// no transfer.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn map_for_simple_path<M: BlockMap + ?Sized>(
         &self,
         disk: &BlockDevice<M>,
@@ -173,6 +173,7 @@ impl SimplePath {
 
     /// Locks `range` and maps it for a write. Unless all of it is in one mapped extent, the range
     /// is not locked when this returns.
+    #[inline(always)]
     fn lock_and_map<M: BlockMap + ?Sized>(
         &self,
         disk: &BlockDevice<M>,

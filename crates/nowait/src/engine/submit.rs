@@ -88,10 +88,17 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
                     )
                 }
             }
-            Verdict::MustWait => {
-                self.dispatcher.submit_to_worker(device.attached(), io, base, Some(buf), tag)
+            Verdict::MustWait => self.dispatcher.submit_to_worker(
+                device.attached(),
+                (io.op, io.flags),
+                io.range,
+                base,
+                Some(buf),
+                tag,
+            ),
+            Verdict::General => {
+                self.submit_checked(device, (io.op, io.flags), io.range, start, buf, tag)
             }
-            Verdict::General => self.submit_checked(device, io, start, buf, tag),
         }
     }
 
@@ -99,11 +106,13 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     fn submit_checked(
         &mut self,
         device: &DeviceHandle<M>,
-        io: Request,
+        (op, flags): (Op, Flags),
+        range: ByteRange,
         start: usize,
         buf: PooledBuffer,
         tag: u64,
     ) -> Result<(), Rejected> {
+        let io = Request { op, flags, range };
         let fits = buf.len().checked_sub(start).is_some_and(|room| room as u64 >= io.range.len);
         if !fits || !matches!(io.op, Op::Read | Op::Write) {
             let error = Error::new(libc::EINVAL, Operation::Validate).at(io.range);
@@ -217,9 +226,14 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
                     tag,
                 )
             },
-            Verdict::MustWait => {
-                self.dispatcher.submit_to_worker(device.attached(), io, one.base, None, tag)
-            }
+            Verdict::MustWait => self.dispatcher.submit_to_worker(
+                device.attached(),
+                (io.op, io.flags),
+                io.range,
+                one.base,
+                None,
+                tag,
+            ),
             Verdict::General => {
                 self.submit_user_memory_checked(device, io.op, io.flags, io.range, &[one], tag)
             }
