@@ -2,8 +2,8 @@
 //! result it is given back.
 //!
 //! Invariant: a slot's state names its holder. A request leaves its slot by one of two ways, with the list
-//! of done ones or back to the caller that it is refused; its range lock is released before (C13), and a
-//! written range is marked before it is (C18).
+//! of done ones or back to the caller that it is refused. Before that caller has it, a written range is
+//! marked (C18), and then its range lock is released (C13).
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -213,25 +213,24 @@ impl<M: BlockMap + ?Sized> Requests<M> {
         self.pool.complete_as_is(slot);
     }
 
-    /// Ends the request in `slot` if it is a write whose only transfer has moved all of its bytes.
+    /// Ends the request in `slot` if it is a write whose only transfer has moved all of its bytes, and no
+    /// durable write in flight has to be counted. It is put into the list of done ones first, so that the
+    /// rest of this needs no more than its range and device.
     #[inline(always)]
     pub(crate) fn end_if_full_write(&mut self, slot: u32, outcome: Outcome) -> bool {
         let request = &mut self.pool[slot];
-        if !request.is_full_write(outcome) {
+        if !request.is_full_write(outcome) || !self.syncs.is_idle() {
             return false;
         }
         request.result = i64::from(outcome);
-        let range = request.io.range;
-        let disk = &self.devices[request.device()].disk;
+        let (range, locked, device) = (request.io.range, request.locked, request.device());
+        request.locked = false;
+        self.pool.complete_as_is(slot);
+        let disk = &self.devices[device].disk;
         disk.map.mark_allocated(range);
-        if request.locked {
-            request.locked = false;
+        if locked {
             disk.ranges.unlock(range, LockMode::Shared);
         }
-        if !self.syncs.is_idle() {
-            self.count_end(slot, 0);
-        }
-        self.pool.complete_as_is(slot);
         true
     }
 

@@ -60,6 +60,18 @@ pub(crate) enum Verdict {
     General,
 }
 
+impl Verdict {
+    /// That of the map for all of `range`.
+    #[inline(always)]
+    fn of(extent: Result<Extent, WouldBlock>, range: ByteRange) -> Self {
+        match extent {
+            Ok(extent) if extent.len == range.len && !extent.hole => Self::Simple(extent),
+            Ok(_) => Self::General,
+            Err(WouldBlock) => Self::MustWait,
+        }
+    }
+}
+
 impl SimplePath {
     pub(crate) fn new<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, config: &Config) -> Self {
         let align = disk.alignment();
@@ -112,14 +124,9 @@ impl SimplePath {
         {
             return Verdict::General;
         }
-        let extent = match self.needs_range_lock(io) {
+        match self.needs_range_lock(io) {
             true => self.lock_and_map(disk, range),
-            false => disk.map.map_extent(range, intent),
-        };
-        match extent {
-            Ok(extent) if extent.len == range.len && !extent.hole => Verdict::Simple(extent),
-            Ok(_) => Verdict::General,
-            Err(WouldBlock) => Verdict::MustWait,
+            false => Verdict::of(disk.map.map_extent(range, intent), range),
         }
     }
 
@@ -178,21 +185,25 @@ impl SimplePath {
         &self,
         disk: &BlockDevice<M>,
         range: ByteRange,
-    ) -> Result<Extent, WouldBlock> {
+    ) -> Verdict {
         let lock = || disk.ranges.try_lock(range, LockMode::Shared);
-        let serves = |extent: &Extent| extent.len == range.len && !extent.hole;
+        let map = || Verdict::of(disk.map.map_extent(range, Intent::Write), range);
         if self.maps_before_lock {
-            let extent = disk.map.map_extent(range, Intent::Write)?;
-            return if !serves(&extent) || lock() { Ok(extent) } else { Err(WouldBlock) };
+            return match map() {
+                Verdict::Simple(_) if !lock() => Verdict::MustWait,
+                verdict => verdict,
+            };
         }
         if !lock() {
-            return Err(WouldBlock);
+            return Verdict::MustWait;
         }
-        let extent = disk.map.map_extent(range, Intent::Write);
-        if !extent.as_ref().is_ok_and(serves) {
-            disk.ranges.unlock(range, LockMode::Shared);
+        match map() {
+            simple @ Verdict::Simple(_) => simple,
+            verdict => {
+                disk.ranges.unlock(range, LockMode::Shared);
+                verdict
+            }
         }
-        extent
     }
 }
 
