@@ -293,7 +293,7 @@ fn a_device_detached_in_the_middle_of_a_mechanism_completes_and_changes_nothing_
         assert_eq!(scene.held.borrow().count, 2 * transfers, "{name}");
         scene.engine.poll().unwrap();
         assert_eq!(scene.engine.stats_of(&gone), Stats::default(), "{name}");
-        // What the detached device has counted stays in the sum.
+        // Counts of the detached device stay in the sum.
         let all = scene.engine.stats();
         let of_all = [all.simple + all.general + all.worker, all.merged, all.deferred, all.refused];
         let Stats { simple, general, worker, merged, deferred, refused, .. } = wanted;

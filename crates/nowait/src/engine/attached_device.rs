@@ -21,7 +21,7 @@ use crate::types::token::Target;
 /// In place of the number of an engine: the device is detached.
 const DETACHED: u64 = u64::MAX;
 
-/// What is counted for each device by itself.
+/// Counts that each device has by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Count {
     /// Requests that took the simple path.

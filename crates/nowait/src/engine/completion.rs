@@ -15,7 +15,7 @@ pub struct Stats {
     pub simple: u64,
     /// Requests that took the general path.
     pub general: u64,
-    /// Requests that went to a worker at once.
+    /// Requests that went to a worker immediately.
     pub worker: u64,
     /// Transfers that were tried without waiting and refused (C34).
     pub refused: u64,

@@ -65,7 +65,7 @@ impl<M: BlockMap + ?Sized> DeviceTable<M> {
     /// Refuses requests of `device` from now on.
     ///
     /// # Errors
-    /// As [`AttachedDevice::refusal`].
+    /// The error of [`AttachedDevice::refusal`].
     pub(crate) fn detach(&mut self, device: &AttachedDevice<M>) -> Result<(), Error> {
         if !self.serves(device) {
             return Err(device.refusal());

@@ -124,8 +124,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
         self.split.leak();
     }
 
-    /// As [`SimplePath::map_for_simple_path`](crate::engine::simple_path::SimplePath::map_for_simple_path);
-    /// a request of a device of another engine is not simple.
+    /// The verdict of the device's [`SimplePath`](crate::engine::simple_path::SimplePath); a request of a device of another engine is not simple.
     #[inline(always)]
     pub(crate) fn simple(&self, device: &AttachedDevice<M>, io: Request, base: *mut u8) -> Verdict {
         if !self.requests.serves(device) {
@@ -173,8 +172,8 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
         Ok(())
     }
 
-    /// As [`Dispatcher::submit_simple`], for memory that a driver has registered under `number`. Its transfer
-    /// is not merged with others: the list of a merged one has addresses.
+    /// Starts a request as [`Dispatcher::submit_simple`] does, for memory that a driver has registered
+    /// under `number`. Its transfer is not merged with others: the list of a merged one has addresses.
     pub(crate) fn submit_registered<Q: IoQueue>(
         &mut self,
         queue: &mut Q,
@@ -407,7 +406,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
         // SAFETY: the memory is the request's, and the list of segments is the slot's; both last
         // until the slot is done.
         if !unsafe { push_transfer(queue, &transfer, slot) } {
-            // As after a transfer that has moved nothing: a worker does the request.
+            // A transfer that has moved nothing ends in the same way: a worker does the request.
             self.requests.fall_back(slot, 0);
         }
     }
@@ -446,7 +445,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
         true
     }
 
-    /// As `on_transfer_done`, for all cases but a full read by a request's only transfer, which it
+    /// Handles the end of a transfer in all cases but a full read by a request's only transfer, which it
     /// handles only with `inline_completion` off.
     #[inline(never)]
     fn on_other_done<const INLINE_COMPLETION: bool>(&mut self, slot: u32, outcome: Outcome) {
@@ -474,7 +473,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
     /// Steps of a poll beside the completion of requests by their only transfers.
     ///
     /// # Errors
-    /// As [`IoQueue::submit`].
+    /// Errors of [`IoQueue::submit`].
     pub(crate) fn attend<Q: IoQueue>(&mut self, queue: &mut Q) -> Result<(), Error> {
         let Self { requests, merging, deferred, split, .. } = self;
         requests.observe_poll();

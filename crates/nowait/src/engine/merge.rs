@@ -2,7 +2,7 @@
 //! transfer, and each is answered on its own. This saves a transfer for each of them. The switch
 //! [`crate::Config::merge`] turns it off; each request then makes a transfer of its own.
 //!
-//! A request that begins where the one before it ends is not pushed to the queue at once: it begins
+//! A request that begins where the one before it ends is not pushed to the queue immediately: it begins
 //! a run, which the requests behind it join, until one does not touch or the queue is submitted. So
 //! a sequential stream makes one transfer for each submission, and any other request pays for one
 //! comparison.
@@ -38,7 +38,7 @@ struct Run {
     head: u32,
     tail: u32,
     requests: u32,
-    /// That of the first request, with the length of all.
+    /// The transfer of the first request, with the length of all.
     transfer: Transfer,
     /// The index of its list of segments; unused for one request.
     list: u32,
@@ -338,7 +338,7 @@ fn takes(transfer: &Transfer, pause: &mut u32) -> bool {
         *pause -= 1;
         return false;
     }
-    // What is durable or polled for, is so as the transfer of one request.
+    // Durable and polled transfers are so for one request.
     transfer.rw_flags & (libc::RWF_DSYNC | libc::RWF_HIPRI) == 0
 }
 

@@ -272,7 +272,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         self.dispatcher.requests_mut().next()
     }
 
-    /// The result of an [`Op::Status`] that was given back under `tag`: the extents of its range
+    /// The result of an [`Op::Status`](crate::Op::Status) that was given back under `tag`: the extents of its range
     /// from its start on, possibly not to its end.
     pub fn take_extents(&mut self, tag: u64) -> Vec<ExtentStatus> {
         self.dispatcher.requests_mut().take_extents(tag)
@@ -314,8 +314,8 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         self.dispatcher.requests().pool().room()
     }
 
-    /// Reports `token` whenever `fd` is ready. The token has [`FD_TOKEN`](crate::FD_TOKEN) set and bits 60 to 62
-    /// clear.
+    /// Reports `token` whenever `fd` is ready. The token has [`FD_TOKEN`](crate::FD_TOKEN) set and
+    /// bits 60 to 62 clear.
     ///
     /// # Errors
     /// `EINVAL` for another token; as for [`EventSource::watch`](crate::EventSource::watch).

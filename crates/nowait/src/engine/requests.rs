@@ -52,7 +52,7 @@ impl<M: BlockMap + ?Sized> Requests<M> {
     /// No requests and no devices.
     ///
     /// # Errors
-    /// As [`WorkerExchange::new`].
+    /// Errors of [`WorkerExchange::new`].
     pub(crate) fn new(workers: WorkerPool, config: Config) -> Result<Self, Error> {
         let pool = SlotPool::new(config.slots, config.pool);
         Ok(Self {
@@ -109,13 +109,13 @@ impl<M: BlockMap + ?Sized> Requests<M> {
         &self.devices[index]
     }
 
-    /// As [`DeviceTable::serves`].
+    /// Whether [`DeviceTable::serves`] it.
     #[inline(always)]
     pub(crate) fn serves(&self, device: &AttachedDevice<M>) -> bool {
         self.devices.serves(device)
     }
 
-    /// As [`DeviceTable::contains`].
+    /// Whether it is in the table, see [`DeviceTable::contains`].
     pub(crate) fn contains(&self, device: &AttachedDevice<M>) -> bool {
         self.devices.contains(device)
     }
@@ -125,7 +125,7 @@ impl<M: BlockMap + ?Sized> Requests<M> {
         self.devices.iter()
     }
 
-    /// As [`DeviceTable::add`].
+    /// Adds a device, see [`DeviceTable::add`].
     pub(crate) fn attach(
         &mut self,
         disk: Arc<BlockDevice<M>>,
@@ -134,10 +134,10 @@ impl<M: BlockMap + ?Sized> Requests<M> {
         self.devices.add(disk, files, &self.config)
     }
 
-    /// As [`DeviceTable::detach`].
+    /// Refuses requests of `device` from now on.
     ///
     /// # Errors
-    /// As [`DeviceTable::detach`].
+    /// Errors of [`DeviceTable::detach`].
     pub(crate) fn detach(&mut self, device: &AttachedDevice<M>) -> Result<(), Error> {
         self.attention = true;
         self.devices.detach(device)
@@ -169,9 +169,10 @@ impl<M: BlockMap + ?Sized> Requests<M> {
     pub(crate) fn departed(&self) -> Stats {
         Stats { pool: self.pool.stats(), ..self.devices.departed() }
     }
+}
 
-    // ---- what a poll has to do ----
-
+/// Work of a poll beside requests that end by their only transfers.
+impl<M: BlockMap + ?Sized> Requests<M> {
     /// Lets the next poll look for more than requests that end by their only transfers.
     #[inline(always)]
     pub(crate) fn attend_later(&mut self) {
@@ -198,16 +199,17 @@ impl<M: BlockMap + ?Sized> Requests<M> {
             || self.workers.has_jobs()
             || self.devices.has_detached();
     }
+}
 
-    // ---- the end of transfers ----
-
+/// The end of transfers.
+impl<M: BlockMap + ?Sized> Requests<M> {
     /// The slot that `token` names, if it is a transfer's.
     #[inline(always)]
     pub(crate) fn of_transfer(&self, token: Token) -> Option<&RequestSlot> {
         self.pool.of_transfer(token)
     }
 
-    /// Ends a request by its result as it is in the slot.
+    /// Ends a request with the result that is in its slot.
     #[inline(always)]
     pub(crate) fn complete_as_is(&mut self, slot: u32) {
         self.pool.complete_as_is(slot);
@@ -314,9 +316,10 @@ impl<M: BlockMap + ?Sized> Requests<M> {
             disk.ranges.unlock(request.io.range, LockMode::Shared);
         }
     }
+}
 
-    // ---- completions ----
-
+/// Completions.
+impl<M: BlockMap + ?Sized> Requests<M> {
     /// Ends the request with `result`; `next` gives it back, with `inline_completion` off only after a
     /// detour over a worker.
     #[inline]
@@ -376,9 +379,10 @@ impl<M: BlockMap + ?Sized> Requests<M> {
             result: request.result,
         })
     }
+}
 
-    // ---- workers ----
-
+/// Requests that workers have.
+impl<M: BlockMap + ?Sized> Requests<M> {
     /// Hands a request to a worker; one with `NOWAIT` that a worker would have to run ends with
     /// `EAGAIN` instead (C32).
     pub(crate) fn offload(&mut self, slot: u32, task: WorkerTask) {
@@ -426,23 +430,24 @@ impl<M: BlockMap + ?Sized> Requests<M> {
         });
     }
 
-    /// As [`WorkerExchange::fd`].
+    /// The descriptor of [`WorkerExchange::fd`].
     pub(crate) fn worker_fd(&self) -> BorrowedFd<'_> {
         self.workers.fd()
     }
 
-    /// As [`WorkerExchange::acknowledge`].
+    /// Clears that descriptor, see [`WorkerExchange::acknowledge`].
     pub(crate) fn acknowledge_workers(&self) {
         self.workers.acknowledge();
     }
 
-    /// As [`WorkerExchange::take_extents`].
+    /// Extents that [`WorkerExchange::take_extents`] has.
     pub(crate) fn take_extents(&mut self, tag: u64) -> Vec<ExtentStatus> {
         self.workers.take_extents(tag)
     }
+}
 
-    // ---- back-off ----
-
+/// Back-off.
+impl<M: BlockMap + ?Sized> Requests<M> {
     /// Counts a request of `device`, which backs off, that is not tried.
     #[cold]
     pub(crate) fn count_untried(&mut self, device: &AttachedDevice<M>) {
@@ -462,9 +467,10 @@ impl<M: BlockMap + ?Sized> Requests<M> {
         };
         back_offs.observe_poll(whole, |device| devices[device].set_backing_off(config, true));
     }
+}
 
-    // ---- the queue ----
-
+/// Transfers that are pushed to the queue.
+impl<M: BlockMap + ?Sized> Requests<M> {
     /// The only transfer of the request in `slot`.
     pub(crate) fn transfer_of(&self, slot: u32) -> Transfer {
         let request = &self.pool[slot];
@@ -479,7 +485,7 @@ impl<M: BlockMap + ?Sized> Requests<M> {
         let transfer = self.transfer_of(slot);
         // SAFETY: the memory was promised, or is the slot's, until the request is given back.
         if !unsafe { push_transfer(queue, &transfer, slot) } {
-            // As after a transfer that has moved nothing.
+            // A transfer that has moved nothing ends in the same way.
             self.fall_back(slot, 0);
         }
     }
@@ -510,7 +516,7 @@ pub(crate) fn reject_full(range: ByteRange, buf: Option<PooledBuffer>) -> Reject
 /// again; false if there is still no room.
 ///
 /// # Safety
-/// As for [`IoQueue::push`].
+/// The promise of [`IoQueue::push`].
 #[inline]
 pub(crate) unsafe fn push_transfer<Q: IoQueue>(
     queue: &mut Q,

@@ -48,7 +48,7 @@ pub(crate) struct SimplePath {
     groups_syncs: bool,
 }
 
-/// What the simple path has found out about a request.
+/// The finding of the simple path about a request.
 pub(crate) enum Verdict {
     /// One transfer to or from this extent serves the request. If
     /// [`SimplePath::needs_range_lock`], its range is locked.
@@ -61,7 +61,7 @@ pub(crate) enum Verdict {
 }
 
 impl Verdict {
-    /// That of the map for all of `range`.
+    /// The verdict of the map for all of `range`.
     #[inline(always)]
     fn of(extent: Result<Extent, WouldBlock>, range: ByteRange) -> Self {
         match extent {

@@ -107,7 +107,8 @@ impl Place {
 /// The `RequestSlot::result` of a slot whose transfer does not end its request immediately: no outcome
 /// is that great.
 const NEVER: i64 = i64::MAX;
-/// Set in the `RequestSlot::result` of a write with one transfer of its own: no outcome is as great as the sum.
+/// Set in the `RequestSlot::result` of a write with one transfer of its own: no outcome is as great as
+/// the sum.
 const FULL_WRITE: i64 = 1 << 62;
 
 /// A slot: one request, or one fragment of a request.
@@ -140,7 +141,7 @@ pub(crate) struct RequestSlot {
     /// Bytes done, or a negative errno; while the slot has a transfer in flight, the outcome with
     /// which nothing is left to do for the request, that of a full write with `FULL_WRITE`, or `NEVER`.
     pub(crate) result: i64,
-    /// That of a request with one transfer of its own.
+    /// The place of a request with one transfer of its own.
     pub(crate) place: Place,
     pub(crate) buf: Option<PooledBuffer>,
     pub(crate) segments: SlotSegments,
@@ -203,7 +204,7 @@ impl RequestSlot {
         self.set_role(role);
     }
 
-    /// Sets the role and the outcome that ends the request at once: a read is done when all of its
+    /// Sets the role and the outcome that ends the request immediately: a read is done when all of its
     /// bytes came.
     #[inline(always)]
     pub(crate) fn set_role(&mut self, role: Role) {

@@ -42,7 +42,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         }
     }
 
-    /// As [`Engine::submit`], for what is no read.
+    /// Requests of [`Engine::submit`] that are not reads.
     #[inline(never)]
     fn submit_other_buffer(
         &mut self,
@@ -177,11 +177,11 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         }
     }
 
-    /// As [`Engine::submit_user_memory`], for what is no read. It takes the request's fields one by one, as
-    /// [`Engine::submit_user_memory_checked`].
+    /// Requests of [`Engine::submit_user_memory`] that are not reads. It takes the request's fields one by
+    /// one, as [`Engine::submit_user_memory_checked`] does.
     ///
     /// # Safety
-    /// As for [`Engine::submit_user_memory`].
+    /// The promise of [`Engine::submit_user_memory`].
     #[inline(never)]
     unsafe fn submit_other_segment(
         &mut self,
@@ -195,10 +195,10 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         unsafe { self.submit_segment(device, Request { op, flags, range }, one, tag) }
     }
 
-    /// As [`Engine::submit_user_memory`], for one segment.
+    /// Requests of [`Engine::submit_user_memory`] with one segment.
     ///
     /// # Safety
-    /// As for [`Engine::submit_user_memory`].
+    /// The promise of [`Engine::submit_user_memory`].
     #[inline(always)]
     unsafe fn submit_segment(
         &mut self,

@@ -2,26 +2,26 @@
 //! transfer, and tags of requests. No other file of this crate shifts or masks such a word.
 //!
 //! ```text
-//!   63 62 61 60 59 58                    32 31                          0
-//!  +--+--+--+--+--+------------------------+-----------------------------+
-//!  | 0  0  0  0  0  0                      | slot of the engine          | transfer
-//!  | 0  1  0  0  0  0                      | 0                           | RING_OWN: entry that a ring makes for itself
-//!  | 1  0  0  0| number that the caller of Engine::watch has chosen      | watched descriptor, or a driver's command
-//!  | 1  0  0  0  1  0                        0                           | WAKE_EVENT: such a number, of the async APIs
-//!  | 1  0  1  0| the same number                                         | RING_ONCE: in a ring, of what reports once
-//!  | 1  0  0  1  0  0                        0 workers, 1 storages       | event of the engine, of its queue's storages
-//!  | 1  1  0  0  0  0                        0 threads, 1 AIO            | event of a queue that has no ring
-//!  +--+--------------------------------------------+-----------------------+
-//!
+//!  63 62 61 60 59                  32 31                     0
+//! +--+--+--+--+----------------------+-----------------------+
+//! | 0| 0| 0| 0|          0           | slot of the engine    |  transfer
+//! | 0| 1| 0| 0|          0           |           0           |  RING_OWN: a ring's entry for itself
+//! | 1| 0| 0| 0| number that the caller of the engine chooses |  watched descriptor; command
+//! | 1| 0| 0| 0| 1         0                      0           |  WAKE_EVENT: such a number
+//! | 1| 0| 1| 0| the same number                              |  RING_ONCE: reported once, in a ring
+//! | 1| 0| 0| 1|          0             0 workers, 1 storages |  event of the engine
+//! | 1| 1| 0| 0|          0             0 threads, 1 AIO      |  event of a queue without a ring
+//! +--+--+--+--+----------------------+-----------------------+
 //!  in the ring that polls devices:
-//!  | 0                                     | place of the transfer       | transfer
-//!  | all ones                                                            | POLLING_PROBE: read of a file that is attached
-//!
-//!  +--+------------------------------------+-----------------------------+
-//!  | R| number of the file in the queue    | index of the device         | Target; R is REMOTE_FILE of the number
-//!  +---------------------------------------+-----------------------------+
-//!  | number of the client                  | chosen by the client        | tag of a request
-//!  +---------------------------------------+-----------------------------+
+//! +----------------------------------+-----------------------+
+//! |                0                 | place of the transfer |  transfer
+//! |          all ones                        all ones        |  POLLING_PROBE: tries a file
+//! +----------------------------------+-----------------------+
+//!  in slots and requests:
+//! +--+-------------------------------+-----------------------+
+//! | R| number of the file (queue)    | index of the device   |  Target; R: REMOTE_FILE
+//! | number of the client             | chosen by the client  |  tag of a request
+//! +----------------------------------+-----------------------+
 //! ```
 //!
 //! Invariant: bit 63 tells transfers from all else, so that no event can end a transfer. Of the tokens
