@@ -124,7 +124,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
         self.split.leak();
     }
 
-    /// The verdict of the device's [`SimplePath`](crate::engine::simple_path::SimplePath); a request of a device of another engine is not simple.
+    /// The verdict of the device's simple path; a request of a device of another engine is not simple.
     #[inline(always)]
     pub(crate) fn simple(&self, device: &AttachedDevice<M>, io: Request, base: *mut u8) -> Verdict {
         if !self.requests.serves(device) {

@@ -272,8 +272,8 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         self.dispatcher.requests_mut().next()
     }
 
-    /// The result of an [`Op::Status`](crate::Op::Status) that was given back under `tag`: the extents of its range
-    /// from its start on, possibly not to its end.
+    /// The result of an [`Op::Status`](crate::Op::Status) that was given back under `tag`: the extents
+    /// of its range from its start on, possibly not to its end.
     pub fn take_extents(&mut self, tag: u64) -> Vec<ExtentStatus> {
         self.dispatcher.requests_mut().take_extents(tag)
     }
