@@ -12,7 +12,7 @@ use nowait::{
     AllocationCache, BlockDevice, BlockMap, BlockingFile, Direct, Error, OpenOptions, Storage,
 };
 
-use crate::chain::{Chain, ChainOptions, Layer};
+use crate::chain::{Chain, ChainOptions, Layer, Locking};
 use crate::error::ImageError;
 use crate::format::Format;
 use crate::image_file::{FileId, ImageFile};
@@ -98,10 +98,20 @@ fn open_raw(
     let file = &chain.top().file;
     let ChainOptions { writable, direct, no_hint, no_allocate_ahead, allow_mounted, .. } = *options;
     let read_only = !writable;
-    // Others may write to a remote disk, so what is learned about it does not stay true.
-    let no_hint = no_hint || file.remote().is_some();
-    let options_of_file =
-        OpenOptions { read_only, direct, allow_mounted, no_hint, no_allocate_ahead };
+    // Others may write to a remote disk, to one without a lock, and to a device that is mounted, so
+    // what is learned about it does not stay true.
+    let is_alone = file.remote().is_none()
+        && options.locking == Locking::Locked
+        && !(allow_mounted && file.is_block_device());
+    let cache_holes = is_alone && !no_hint;
+    let options_of_file = OpenOptions {
+        read_only,
+        direct,
+        allow_mounted,
+        cache_holes,
+        no_allocate_ahead,
+        ..OpenOptions::default()
+    };
     let storage = qcow2_disk::storage_with(file, options_of_file)?;
     let is_device = storage.properties().device;
     let device = BlockDevice::raw(storage, options_of_file);

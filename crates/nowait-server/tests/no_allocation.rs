@@ -86,7 +86,7 @@ fn count(kind: QueueKind, config: Config) -> u64 {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let image = dir.path().join("disk.img");
     std::fs::write(&image, vec![0x5a; SIZE as usize]).unwrap();
-    let disk = Arc::new(BlockDevice::open(&image, OpenOptions::default()).unwrap());
+    let disk = Arc::new(BlockDevice::open(&image, OpenOptions::new().cache_holes(true)).unwrap());
     disk.scan();
     // The path of a Unix socket has a length limit that the path of this directory may exceed.
     let sockets = tempfile::tempdir().unwrap();

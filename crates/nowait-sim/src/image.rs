@@ -189,7 +189,7 @@ impl Image {
 
 fn raw(scenario: &Scenario, device: &Arc<SimDevice>) -> Result<Disk, Error> {
     let Config { hint, allocate_ahead, .. } = scenario.config;
-    let options = OpenOptions { direct: scenario.direct, no_hint: !hint, ..OpenOptions::default() };
+    let options = OpenOptions { direct: scenario.direct, ..OpenOptions::default() };
     let data = SimStorage::open(device, 0, options);
     let (size, map) = (device.bytes(), AllocationCache::new(device.bytes(), hint));
     let map = map.allocating_ahead(allocate_ahead);

@@ -9,6 +9,7 @@ pub mod random;
 pub mod process;
 pub mod requirements;
 pub mod scratch;
+pub mod file_systems;
 pub mod instructions;
 pub mod allocations;
 pub mod engines;
@@ -36,6 +37,7 @@ mod http2_store;
 pub mod web_server;
 
 pub use engines::{TestQueueKind, WaitForRequests, switches};
+pub use file_systems::on_each_file_system;
 pub use process::{
     Finished, Running, ends_with_program, ends_with_test, no_child_starts, output, tool,
 };

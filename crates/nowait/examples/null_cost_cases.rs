@@ -23,7 +23,7 @@ fn on_file(case: Case, requests: u64) -> Result<u64, Failure> {
     }
     // Written, so that it has no holes.
     std::fs::write(&path, vec![1; SIZE as usize])?;
-    let disk = BlockDevice::open(&path, OpenOptions::default())?;
+    let disk = BlockDevice::open(&path, OpenOptions::new().cache_holes(true))?;
     disk.scan();
     run::<_, LOADED>(disk, case.op, case.simple, requests)
 }

@@ -102,7 +102,6 @@ impl Reader {
 
 fn sum(path: &Path) -> Result<u64, Box<dyn Error>> {
     let disk = BlockDevice::open(path, OpenOptions { read_only: true, ..OpenOptions::default() })?;
-    disk.scan();
     let (size, config) = (disk.size(), Config::default());
     let queue = QueueKind::Auto.open(config.slots)?;
     let mut engine = Engine::new(queue, WorkerPool::new(config.workers), config)?;

@@ -106,7 +106,8 @@ pub use queue::{
     AioThreadQueue, EventSource, Interest, IoQueue, Null, QueueFile, QueueFull, RegisteredMemory,
     Uring,
 };
-pub use storage::file::{Direct, FileStorage, OpenOptions};
+pub use storage::file::FileStorage;
+pub use storage::open_options::{Direct, OpenOptions};
 #[cfg(feature = "sim")]
 pub use storage::sim::SimStorage;
 pub use storage::{Storage, StorageProperties, StorageSpace};

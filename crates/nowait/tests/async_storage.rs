@@ -213,10 +213,7 @@ fn reads_of_files_and_of_asynchronous_storages_end_with_their_bytes_on_threads()
 fn a_durable_write_needs_no_sync_of_its_own_and_a_transfer_that_is_dropped_is_an_error() {
     for drops in [false, true] {
         let storage = Arc::new(ThreadStorage::start(drops));
-        let disk = BlockDevice::raw(
-            storage.clone(),
-            OpenOptions { no_hint: true, ..OpenOptions::default() },
-        );
+        let disk = BlockDevice::raw(storage.clone(), OpenOptions::default());
         let disk = Arc::new(disk.unwrap());
         let config = Config::default();
         let queue = QueueKind::Auto.open(config.slots).unwrap();

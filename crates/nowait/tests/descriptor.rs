@@ -20,7 +20,8 @@ fn a_thread_that_sleeps_on_the_descriptor_is_woken_for_each_completion() {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let path = dir.path().join("disk.img");
         std::fs::File::create(&path).unwrap().set_len(BLOCKS * BLOCK).unwrap();
-        let disk = Arc::new(BlockDevice::open(&path, OpenOptions::default()).unwrap());
+        let disk =
+            Arc::new(BlockDevice::open(&path, OpenOptions::new().cache_holes(true)).unwrap());
         disk.scan();
         let Some(mut engine) = kind.engine(&disk, 1, Config::default()) else { continue };
         for op in [Op::Write, Op::Read] {

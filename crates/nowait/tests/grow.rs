@@ -1,7 +1,7 @@
 //! A device that grows while it is in use: what is new reads as zeros and takes writes, what was
 //! there stays, and no cached hole hides bytes that others have written.
 
-use nowait::{AllocationCache, BlockDevice, BlockingFile, Direct, Flags, OpenOptions};
+use nowait::{AllocationCache, BlockDevice, BlockingFile, Flags, OpenOptions};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -11,7 +11,7 @@ const MIB: u64 = 1 << 20;
 
 /// The file at `path` with its holes known.
 fn device(path: &Path, read_only: bool) -> Arc<BlockDevice<AllocationCache>> {
-    let options = OpenOptions { direct: Direct::Auto, read_only, ..OpenOptions::default() };
+    let options = OpenOptions::new().read_only(read_only).cache_holes(true);
     let device = BlockDevice::open(path, options).unwrap();
     device.scan();
     Arc::new(device)

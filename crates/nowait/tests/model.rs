@@ -15,9 +15,10 @@ fn agrees_with_the_model(kind: TestQueueKind, direct: Direct, seed: u64) {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let path = dir.path().join("disk.img");
         fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
-        let Config { hint, allocate_ahead, .. } = config;
-        let (no_hint, no_allocate_ahead) = (!hint, !allocate_ahead);
-        let options = OpenOptions { direct, no_hint, no_allocate_ahead, ..OpenOptions::default() };
+        let Config { hint: cache_holes, allocate_ahead, .. } = config;
+        let no_allocate_ahead = !allocate_ahead;
+        let options =
+            OpenOptions { direct, cache_holes, no_allocate_ahead, ..OpenOptions::default() };
         let disk = Arc::new(BlockDevice::open(&path, options).unwrap());
         let Some(mut engine) = kind.engine(&disk, 4, config) else { return };
         let bytes = vec![0; SIZE as usize];

@@ -187,7 +187,8 @@ fn of_one_thread(path: &Path, kind: TestQueueKind, shape: Shape) -> Option<[u64;
 
 /// Allocations of reads by the async API of several threads.
 fn of_several_threads(path: &Path, kind: TestQueueKind, shape: Shape) -> Option<u64> {
-    let disk = Arc::new(BlockDevice::open(path, OpenOptions::default()).unwrap());
+    let options = OpenOptions::new().cache_holes(true);
+    let disk = Arc::new(BlockDevice::open(path, options).unwrap());
     disk.scan();
     let workers = WorkerPool::new(2);
     let config = Config::default();

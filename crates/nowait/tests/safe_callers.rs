@@ -164,7 +164,8 @@ fn every_request_of_an_engine_ends_inside_its_buffer_whatever_the_map_returns() 
 #[test]
 fn positions_and_lengths_up_to_the_greatest_number_are_refused_and_overflow_nothing() {
     let image = image();
-    let disk = Arc::new(BlockDevice::open(image.path(), OpenOptions::default()).unwrap());
+    let options = OpenOptions::new().cache_holes(true);
+    let disk = Arc::new(BlockDevice::open(image.path(), options).unwrap());
     disk.scan();
     let file = BlockingFile::new(disk.clone());
     let mut engine = TestQueueKind::Null.engine(&disk, 2, Config::default()).unwrap();

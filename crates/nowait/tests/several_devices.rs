@@ -42,7 +42,7 @@ fn model(engine: &mut DiskEngine, random: &mut Random) -> Model {
     };
     let file = file(&bytes);
     let direct = if random.chance(70) { Direct::Auto } else { Direct::Off };
-    let options = OpenOptions { direct, ..OpenOptions::default() };
+    let options = OpenOptions::new().direct(direct).cache_holes(true);
     let disk: Arc<Disk> = match random.chance(50) {
         true => Arc::new(BlockDevice::open_mapped(file.path(), options).unwrap()),
         false => {

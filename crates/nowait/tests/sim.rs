@@ -78,7 +78,9 @@ impl Rig {
 
     fn on(device: Arc<SimDevice>, how: OpenOptions, config: Config) -> Self {
         let storage = SimStorage::open(&device, 0, how);
-        let disk = Arc::new(BlockDevice::raw(Arc::new(storage), OpenOptions::default()).unwrap());
+        let disk = Arc::new(
+            BlockDevice::raw(Arc::new(storage), OpenOptions::new().cache_holes(true)).unwrap(),
+        );
         let workers = WorkerPool::simulated();
         let queue = SimQueue::new(device.clone()).unwrap();
         let engine = SingleDisk::new(disk, workers.clone(), queue, config).unwrap();

@@ -89,7 +89,7 @@ fn counted(
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = dir.path().join("disk.img");
     std::fs::write(&path, [7; 4 * BLOCK]).unwrap();
-    let disk = Arc::new(BlockDevice::open(&path, OpenOptions::default()).unwrap());
+    let disk = Arc::new(BlockDevice::open(&path, OpenOptions::new().cache_holes(true)).unwrap());
     disk.scan();
     let workers = WorkerPool::new(1);
     let counts = Arc::new(Counts::default());

@@ -105,7 +105,7 @@ impl<'a> Fixture<'a> {
         let read_only = path == self.path && !self.writable;
         let options = OpenOptions {
             read_only,
-            no_hint: !config.hint,
+            cache_holes: config.hint,
             no_allocate_ahead: !config.allocate_ahead,
             ..OpenOptions::default()
         };

@@ -79,7 +79,8 @@ fn prepare() -> Result<Check, String> {
     let file = File::create_new(&image).map_err(|e| failed(&e))?;
     let written = file.set_len(IMAGE_BYTES).and_then(|()| file.write_all_at(&[7; 20_000], 9000));
     written.map_err(|e| failed(&e))?;
-    let disk = BlockDevice::open(&image, OpenOptions::default()).map_err(|e| failed(&e))?;
+    let disk =
+        BlockDevice::open(&image, OpenOptions::new().cache_holes(true)).map_err(|e| failed(&e))?;
     disk.scan();
     let config = Config::default();
     let device = Export::new(Arc::new(disk), "disk".into(), String::new());

@@ -54,8 +54,9 @@ fn a_large_read_leaves_the_known_holes_out_and_small_ones_and_simple_replies_do_
 fn c56_no_reply_has_bytes_of_another_request_or_of_the_memory_it_was_made_in() {
     // Not in the image.
     let secret = vec![0xff; 300_000];
-    for (mode, no_hint) in Mode::ALL.into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
-        let options = nowait::OpenOptions { no_hint, ..Default::default() };
+    for (mode, cache_holes) in Mode::ALL.into_iter().flat_map(|mode| [(mode, false), (mode, true)])
+    {
+        let options = nowait::OpenOptions { cache_holes, ..Default::default() };
         let data = [(0, MIB)];
         let scene = Scene::with(5 * MIB, &data, options);
         let (mut writer, mut reader) = (scene.connect(mode), scene.connect(mode));

@@ -39,6 +39,11 @@ pub(crate) fn byte_at(at: u64) -> u8 {
     (at / 512 % 251) as u8 + 1
 }
 
+/// The options of a disk that nobody else writes to.
+fn locked() -> nowait::OpenOptions {
+    nowait::OpenOptions::new().cache_holes(true)
+}
+
 /// A running server of one image.
 pub(crate) struct Scene {
     image: PathBuf,
@@ -53,7 +58,7 @@ impl Scene {
     /// Serves an image of `size` bytes that has data in `data`, each a first byte and a length,
     /// and holes elsewhere.
     pub(crate) fn new(size: u64, data: &[(u64, u64)]) -> Self {
-        Self::with(size, data, nowait::OpenOptions::default())
+        Self::with(size, data, locked())
     }
 
     /// The same, opened with `options`.
@@ -64,13 +69,13 @@ impl Scene {
     /// As `new`, with an engine of `slots` slots.
     pub(crate) fn with_slots(size: u64, data: &[(u64, u64)], slots: u32) -> Self {
         let config = Config { slots, ..Config::default() };
-        Self::configured(size, data, nowait::OpenOptions::default(), config, Tls::Off)
+        Self::configured(size, data, locked(), config, Tls::Off)
     }
 
     /// As `new`, with TLS on offer. Also returns the server's certificate.
     pub(crate) fn with_tls(size: u64, data: &[(u64, u64)]) -> (Self, CertificateDer<'static>) {
         let (credentials, cert) = stream::credentials();
-        let (options, tls) = (nowait::OpenOptions::default(), Tls::Offered(credentials));
+        let (options, tls) = (locked(), Tls::Offered(credentials));
         (Self::configured(size, data, options, Config::default(), tls), cert)
     }
 
@@ -80,7 +85,7 @@ impl Scene {
         let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         file.as_file().write_all_at(&vec![OTHER_BYTE; size as usize], 0).unwrap();
         file.as_file().sync_all().unwrap();
-        let options = nowait::OpenOptions::default();
+        let options = locked();
         let disk = Arc::new(BlockDevice::open(file.path(), options).unwrap());
         let other = AnyExport::new(Export::new(disk, OTHER.into(), String::new()));
         Self::serving(size, data, options, Config::default(), Tls::Off, Some(other))

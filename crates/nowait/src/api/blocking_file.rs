@@ -13,7 +13,7 @@ use crate::block::device::BlockDevice;
 use crate::block::range_lock::LockMode;
 use crate::blocking::sync_io;
 use crate::engine::simple_path::{SimplePath, Verdict};
-use crate::storage::file::OpenOptions;
+use crate::storage::open_options::OpenOptions;
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
 use crate::types::error::Error;
@@ -46,7 +46,7 @@ pub struct BlockingFile<M: BlockMap + ?Sized = AllocationCache> {
 }
 
 impl BlockingFile<AllocationCache> {
-    /// Opens the image at `path`. No other process may write to it meanwhile: its holes are cached.
+    /// Opens the image at `path`. With [`OpenOptions::cache_holes`] nobody else may write to it meanwhile.
     ///
     /// # Errors
     /// As [`BlockDevice::open`].

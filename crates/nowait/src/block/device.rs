@@ -17,7 +17,8 @@ use crate::block::waiting_flushes::WaitingFlushes;
 use crate::queue::{IoQueue, QueueFile, Uring};
 use crate::sim_hooks::injected_bug;
 use crate::sim_hooks::injected_bug::EngineBug;
-use crate::storage::file::{FileStorage, OpenOptions};
+use crate::storage::file::FileStorage;
+use crate::storage::open_options::OpenOptions;
 use crate::storage::{Storage, StorageProperties};
 use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
@@ -46,21 +47,23 @@ pub struct BlockDevice<M: BlockMap + ?Sized> {
 }
 
 impl BlockDevice<AllocationCache> {
-    /// Opens the image at `path`, with an empty allocation cache; see [`BlockDevice::scan`].
+    /// Opens the image at `path`. With [`OpenOptions::cache_holes`] its allocation cache is empty at
+    /// first; see [`BlockDevice::scan`].
     ///
     /// # Errors
-    /// As [`FileStorage::open`].
+    /// As [`FileStorage::open`]; `EINVAL` for options of files, which make one or append.
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
+        options.check(true)?;
         Self::raw(Arc::new(FileStorage::open(path, options)?), options)
     }
 
-    /// The device whose bytes are those of `storage`, with an empty allocation cache, or with none
-    /// if `options` say so; see [`BlockDevice::scan`]. Of `options` only those of the cache count.
+    /// The device whose bytes are those of `storage`, with an empty allocation cache if `options` say
+    /// so, and else with none; see [`BlockDevice::scan`]. Of `options` only those of the cache count.
     ///
     /// # Errors
     /// As [`Storage::size`].
     pub fn raw(storage: Arc<dyn Storage>, options: OpenOptions) -> Result<Self, Error> {
-        let map = AllocationCache::new(storage.size()?, !options.no_hint);
+        let map = AllocationCache::new(storage.size()?, options.cache_holes);
         let mut map = map.allocating_ahead(!options.no_allocate_ahead);
         if storage.properties().device {
             map = map.without_end();
@@ -68,9 +71,9 @@ impl BlockDevice<AllocationCache> {
         Self::linear(storage, map)
     }
 
-    /// Fills the allocation cache from the file system. To be called after the image was locked and
-    /// before it is used: requests through this `BlockDevice` keep the cache correct, writes of
-    /// other processes do not.
+    /// Fills the allocation cache from the file system, if the device has one
+    /// ([`OpenOptions::cache_holes`]). To be called after the image was locked and before it is used:
+    /// requests through this `BlockDevice` keep the cache correct, writes of others do not.
     pub fn scan(&self) {
         self.map.scan(&*self.primary);
     }
@@ -82,6 +85,7 @@ impl BlockDevice<LinearMap> {
     /// # Errors
     /// As [`BlockDevice::open`].
     pub fn open_mapped(path: &Path, options: OpenOptions) -> Result<Self, Error> {
+        options.check(true)?;
         Self::linear(Arc::new(FileStorage::open(path, options)?), LinearMap)
     }
 }

@@ -11,39 +11,12 @@ use std::path::Path;
 use rustix::fs::{FallocateFlags, FileType, Mode, OFlags, SeekFrom, Stat};
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
+use crate::storage::open_options::{Direct, OpenOptions};
 use crate::storage::{Storage, StorageProperties, StorageSpace, Wanted, extents_by_seek, fiemap};
 use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
 use crate::types::request::{ExtentStatus, Flags};
-
-/// Whether the page cache is bypassed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Direct {
-    /// Yes, or the open fails.
-    On,
-    /// No.
-    Off,
-    /// Yes where the file system can.
-    #[default]
-    Auto,
-}
-
-/// How a file or block device is opened.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct OpenOptions {
-    /// Writes, discards and zeroes fail with `EROFS`.
-    pub read_only: bool,
-    /// Whether the page cache is bypassed.
-    pub direct: Direct,
-    /// A block device is opened for writing even if it is in use, by a mounted file system for
-    /// example. Otherwise the kernel refuses that (open(2), `O_EXCL`).
-    pub allow_mounted: bool,
-    /// Turns the allocation cache off; see [`crate::Config::hint`].
-    pub no_hint: bool,
-    /// Nothing is allocated ahead; see [`crate::Config::allocate_ahead`].
-    pub no_allocate_ahead: bool,
-}
 
 /// An open file or block device.
 pub struct FileStorage {

@@ -3,6 +3,7 @@
 //! Invariant: no code outside this folder and the queues assumes that a storage has a descriptor.
 
 mod fiemap;
+pub(crate) mod open_options;
 pub(crate) mod file;
 #[cfg(feature = "sim")]
 pub(crate) mod sim;

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::sim::SimDevice;
-use crate::storage::file::{Direct, OpenOptions};
+use crate::storage::open_options::{Direct, OpenOptions};
 use crate::storage::{Storage, StorageProperties, StorageSpace, Wanted, extents_by_seek};
 use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;

@@ -178,11 +178,10 @@ impl Image {
     }
 
     pub(crate) fn open(&self, case: &Case) -> BlockDevice<AllocationCache> {
-        let no_hint = !case.config.hint;
         let options = OpenOptions {
             read_only: case.read_only,
             direct: case.direct,
-            no_hint,
+            cache_holes: case.config.hint,
             no_allocate_ahead: !case.config.allocate_ahead,
             ..OpenOptions::default()
         };
@@ -457,12 +456,14 @@ fn on_vectored_apis_of(size: u64, content: Content, read_only: bool, test: impl 
             test(&mut rig);
         }
     }
-    for (direct, no_hint) in [(Direct::Auto, false), (Direct::Auto, true), (Direct::Off, false)] {
+    for (direct, cache_holes) in [(Direct::Auto, true), (Direct::Auto, false), (Direct::Off, true)]
+    {
         let image = Image::new(size, content);
-        let options = OpenOptions { read_only, direct, no_hint, ..OpenOptions::default() };
+        let options = OpenOptions { read_only, direct, cache_holes, ..OpenOptions::default() };
         let disk = BlockDevice::open(&image.path, options).unwrap();
         disk.scan();
-        let (is_direct, label) = (disk.is_direct(), format!("File, {direct:?}, no hint {no_hint}"));
+        let (is_direct, label) =
+            (disk.is_direct(), format!("File, {direct:?}, holes cached {cache_holes}"));
         let file = BlockingFile::new(Arc::new(disk));
         test(&mut Blocking { file, image, direct: is_direct, label });
     }

@@ -193,7 +193,7 @@ fn parts_of<Q: IoQueue>(size: u64, config: Config, queue: impl FnOnce() -> Q) ->
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), vec![7; size as usize]).unwrap();
     file.as_file().sync_all().unwrap();
-    let disk = BlockDevice::open(file.path(), OpenOptions::default()).unwrap();
+    let disk = BlockDevice::open(file.path(), OpenOptions::new().cache_holes(true)).unwrap();
     let disk = Arc::new(disk.with_forbidden_prefix(&FORBIDDEN));
     disk.scan();
     let export = AnyExport::new(Export::new(disk, String::new(), String::new()));

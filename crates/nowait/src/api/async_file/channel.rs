@@ -273,7 +273,7 @@ impl Channel {
 mod tests {
     use super::*;
     use crate::api::async_file::oneshot::{Receiver, oneshot};
-    use crate::storage::file::OpenOptions;
+    use crate::storage::open_options::OpenOptions;
     use crate::types::byte_range::ByteRange;
     use crate::types::request::Op;
     use std::sync::atomic::{AtomicUsize, Ordering};

@@ -21,7 +21,7 @@ use crate::block::device::BlockDevice;
 use crate::blocking::worker_pool::WorkerPool;
 use crate::memory::io_buffer::IoBuffer;
 use crate::queue::IoQueue;
-use crate::storage::file::OpenOptions;
+use crate::storage::open_options::OpenOptions;
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
@@ -114,7 +114,7 @@ impl Drop for AsyncFileInner {
 }
 
 impl AsyncFile {
-    /// Opens the image at `path`. No other process may write to it meanwhile: its holes are cached.
+    /// Opens the image at `path`. With [`OpenOptions::cache_holes`] nobody else may write to it meanwhile.
     ///
     /// # Errors
     /// As [`BlockDevice::open`] and [`AsyncFile::new`].

@@ -27,7 +27,7 @@ use crate::blocking::worker_pool::WorkerPool;
 use crate::engine::Engine;
 use crate::memory::io_buffer::IoBuffer;
 use crate::queue::IoQueue;
-use crate::storage::file::OpenOptions;
+use crate::storage::open_options::OpenOptions;
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
 use crate::types::error::Error;
@@ -90,7 +90,7 @@ pub struct LocalAsyncFile {
 }
 
 impl LocalAsyncFile {
-    /// Opens the image at `path`. No other process may write to it meanwhile: its holes are cached.
+    /// Opens the image at `path`. With [`OpenOptions::cache_holes`] nobody else may write to it meanwhile.
     ///
     /// # Errors
     /// As [`BlockDevice::open`] and [`LocalAsyncFile::new`].

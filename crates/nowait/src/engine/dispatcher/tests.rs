@@ -11,7 +11,7 @@ use crate::blocking::worker_pool::WorkerPool;
 use crate::engine::Engine;
 use crate::engine::attached_device::DeviceHandle;
 use crate::sim::{Faults, SimDevice, SimOptions, SimQueue};
-use crate::storage::file::OpenOptions;
+use crate::storage::open_options::OpenOptions;
 use crate::storage::sim::SimStorage;
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;

@@ -9,7 +9,7 @@ use crate::blocking::worker_pool::WorkerPool;
 use crate::engine::Engine;
 use crate::engine::attached_device::DeviceHandle;
 use crate::sim::{Fault, Faults, SimDevice, SimOptions, SimQueue};
-use crate::storage::file::OpenOptions;
+use crate::storage::open_options::OpenOptions;
 use crate::storage::sim::SimStorage;
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
@@ -32,8 +32,9 @@ impl Rig {
         let bytes: Vec<u8> = (0..BLOCKS * BLOCK).map(|at| (at / BLOCK) as u8).collect();
         device.put_on_top(&bytes);
         let storage = SimStorage::open(&device, 0, OpenOptions::default());
-        let disk =
-            Arc::new(BlockDevice::raw(Arc::new(storage), crate::OpenOptions::default()).unwrap());
+        let disk = Arc::new(
+            BlockDevice::raw(Arc::new(storage), OpenOptions::new().cache_holes(true)).unwrap(),
+        );
         let workers = WorkerPool::simulated();
         let queue = SimQueue::new(device.clone()).unwrap();
         let mut engine = Engine::new(queue, workers.clone(), config).unwrap();

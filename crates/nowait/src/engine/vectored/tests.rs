@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::block::block_map::WouldBlock;
 use crate::engine::vectored::*;
 use crate::sim::{Random, SimDevice, SimOptions};
-use crate::storage::file::OpenOptions;
+use crate::storage::open_options::OpenOptions;
 use crate::storage::sim::SimStorage;
 use crate::types::alignment::Alignment;
 use crate::types::request::Flags;
