@@ -106,7 +106,9 @@ pub use queue::{
     AioThreadQueue, EventSource, Interest, IoQueue, Null, QueueFile, QueueFull, RegisteredMemory,
     Uring,
 };
+pub use storage::durable_names::{durable_rename, sync_directory};
 pub use storage::file::FileStorage;
+pub use storage::file_calls::{Allocate, FileLock};
 pub use storage::open_options::{Direct, OpenOptions};
 #[cfg(feature = "sim")]
 pub use storage::sim::SimStorage;

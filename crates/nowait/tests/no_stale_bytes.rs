@@ -1,5 +1,5 @@
-//! By default a handle reads nothing that plain direct I/O would not read, whoever else writes: another
-//! handle, a buffered or a mapping writer, or another process.
+//! By default a handle reads nothing that plain direct I/O would not read, with every other
+//! writer: another handle, a buffered or a mapping writer, another process.
 #![allow(unsafe_code)]
 
 use std::os::fd::AsRawFd;

@@ -39,7 +39,7 @@ pub(crate) fn byte_at(at: u64) -> u8 {
     (at / 512 % 251) as u8 + 1
 }
 
-/// The options of a disk that nobody else writes to.
+/// The options of a disk without other writers.
 fn locked() -> nowait::OpenOptions {
     nowait::OpenOptions::new().cache_holes(true)
 }

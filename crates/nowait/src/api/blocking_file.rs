@@ -21,7 +21,7 @@ use crate::types::iovec;
 use crate::types::iovec::IoSegment;
 use crate::types::request::{ExtentStatus, Flags, Op, Request};
 
-/// An image with blocking calls: `Send + Sync`, reads and writes at any position and of any length,
+/// A file or disk with blocking calls: `Send + Sync`, reads and writes at any position and of any length,
 /// whatever the alignment of direct I/O.
 ///
 /// ```
@@ -46,14 +46,13 @@ pub struct BlockingFile<M: BlockMap + ?Sized = AllocationCache> {
 }
 
 impl BlockingFile<AllocationCache> {
-    /// Opens the image at `path`. With [`OpenOptions::cache_holes`] nobody else may write to it meanwhile.
+    /// Opens the file at `path`, or makes it, as one that grows ([`BlockDevice::open_file`]). A disk, of a
+    /// fixed size, is opened by [`BlockDevice::open`].
     ///
     /// # Errors
-    /// As [`BlockDevice::open`].
+    /// As [`BlockDevice::open_file`].
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
-        let disk = BlockDevice::open(path, options)?;
-        disk.scan();
-        Ok(Self::new(Arc::new(disk)))
+        Ok(Self::new(Arc::new(BlockDevice::open_file(path, options)?)))
     }
 }
 
@@ -64,10 +63,21 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
         Self { disk, simple_path, flags: Flags::NONE }
     }
 
-    /// Bytes of the device.
+    /// Bytes of the file at present, as [`BlockDevice::size`].
     #[must_use]
     pub fn size(&self) -> u64 {
         self.disk.size()
+    }
+
+    /// The device of the file, which other APIs may use at the same time.
+    #[must_use]
+    pub fn disk(&self) -> &Arc<BlockDevice<M>> {
+        &self.disk
+    }
+
+    /// The flags of each read and write.
+    pub(super) fn flags(&self) -> Flags {
+        self.flags
     }
 
     /// The same file; each of its reads and writes has `flags` beside its own, such as
@@ -78,7 +88,7 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
     }
 
     /// Reads into `buf` from byte `pos` on. Returns the bytes read: fewer than `buf.len()` only
-    /// past the end of the device (C17).
+    /// past the end of the file, where the rest of `buf` may come back as zeros (C17, C18).
     ///
     /// # Errors
     /// `EINVAL` for a range beyond `i64::MAX` (C08); the errno of preadv2(2).
@@ -100,12 +110,12 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
         self.run(Op::Read, Flags::NONE, pos, &segments.collect::<Vec<_>>())
     }
 
-    /// Writes `buf` from byte `pos` on. Returns the bytes written: fewer than `buf.len()` only
-    /// where the write crosses the end of the device (C25). With [`Flags::DSYNC`] they are durable
-    /// (C28).
+    /// Writes `buf` from byte `pos` on; a file grows as needed (C57). Returns the bytes written: fewer
+    /// than `buf.len()` only where the write crosses the end of a disk (C25), or where an error follows.
+    /// With [`Flags::DSYNC`] they are durable (C28).
     ///
     /// # Errors
-    /// `EROFS` on a read-only device, `ENOSPC` at or past its end, `EINVAL` for a range beyond
+    /// `EROFS` on a read-only device, `ENOSPC` at or past the end of a disk and where no space is left, `EINVAL` for a range beyond
     /// `i64::MAX`; the errno of pwritev2(2) or fdatasync(2).
     pub fn write_at(&self, buf: &[u8], pos: u64, flags: Flags) -> Result<usize, Error> {
         let segment = IoSegment { base: buf.as_ptr().cast_mut(), len: buf.len() };
@@ -244,7 +254,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("image");
         std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
-        let disk = BlockDevice::open(&path, OpenOptions::default()).unwrap();
+        let disk = BlockDevice::open(&path, OpenOptions::new().cache_holes(true)).unwrap();
         let file = BlockingFile::new(Arc::new(disk));
         let mut memory = IoBuffer::zeroed(4096).unwrap();
         let io = |op, pos| Request { op, flags: Flags::NONE, range: ByteRange::new(pos, 4096) };

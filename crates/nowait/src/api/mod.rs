@@ -1,7 +1,10 @@
 //! The APIs for blocking calls and for futures. An event loop uses the engine itself.
 
 pub(crate) mod blocking_file;
+mod blocking_file_calls;
 mod process_workers;
+mod oneshot;
+mod file_call;
 mod file_turns;
 pub(crate) mod async_file;
 pub(crate) mod local_file;

@@ -33,10 +33,16 @@ pub struct BlockDevice<M: BlockMap + ?Sized> {
     backing: Vec<Arc<dyn Storage>>,
     pub(crate) ranges: RangeLocks,
     align: Alignment,
-    size: AtomicU64,
+    /// Where requests are cut off or refused: the size of a disk, and the greatest one of a file that
+    /// grows.
+    limit: AtomicU64,
+    /// The primary storage, if the device was opened as a file.
+    pub(super) file: Option<Arc<FileStorage>>,
+    /// Each write goes to the end of the file.
+    pub(super) appends: bool,
     read_only: bool,
     nowait: bool,
-    flushes: FlushCoalescer,
+    pub(super) flushes: FlushCoalescer,
     ahead: AllocateAhead,
     /// Flushes of engines that wait for the next sync.
     pub(crate) waiting: WaitingFlushes,
@@ -114,13 +120,15 @@ impl<M: BlockMap> BlockDevice<M> {
         }
         let StorageProperties { align, nowait, .. } = properties;
         let (ranges, flushes) = (RangeLocks::new(), FlushCoalescer::default());
-        let size = AtomicU64::new(size);
+        let limit = AtomicU64::new(size);
         Self {
             primary,
             backing,
             ranges,
             align,
-            size,
+            limit,
+            file: None,
+            appends: false,
             read_only,
             nowait,
             flushes,
@@ -146,11 +154,22 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
     }
 
     /// Size of the device in bytes, not rounded to any block, as of the open, the last
-    /// [`BlockDevice::refresh`] or [`BlockDevice::grow`].
+    /// [`BlockDevice::refresh`] or [`BlockDevice::grow`]. That of a file that grows is asked of the
+    /// file system each time; 0 if it cannot tell, and then [`BlockDevice::metadata`] says why.
     #[inline]
     #[must_use]
     pub fn size(&self) -> u64 {
-        self.size.load(Ordering::Relaxed)
+        match self.growing() {
+            Some(file) => file.size().unwrap_or(0),
+            None => self.limit(),
+        }
+    }
+
+    /// Where requests are cut off or refused: the size of a disk, and the greatest one of a file that
+    /// grows.
+    #[inline]
+    pub(crate) fn limit(&self) -> u64 {
+        self.limit.load(Ordering::Relaxed)
     }
 
     /// Queries the size of a raw device or file again, without waiting, and returns the size of this
@@ -163,11 +182,14 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
     /// The errno of fstat(2) or ioctl(2); `ENODEV` for a device of 0 bytes, such as one that was
     /// unplugged. The size is unchanged then.
     pub fn refresh(&self) -> Result<u64, Error> {
-        let before = self.size();
+        let before = self.limit();
         if self.map.image().is_some() {
             return Ok(before);
         }
         let now = self.primary.size()?;
+        if self.growing().is_some() {
+            return Ok(now);
+        }
         match self.primary.properties().device {
             true if now == 0 => return Err(Error::new(libc::ENODEV, Operation::Status)),
             true if now != before => self.set_size(now),
@@ -208,9 +230,23 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
         Ok(())
     }
 
+    /// The file, if the device is one that grows.
+    #[inline]
+    pub(crate) fn growing(&self) -> Option<&FileStorage> {
+        self.file.as_deref().filter(|file| !file.properties().device)
+    }
+
+    /// Whether each write goes to the end.
+    #[inline]
+    pub(crate) fn appends(&self) -> bool {
+        self.appends
+    }
+
     fn set_size(&self, size: u64) {
-        self.map.resize(size);
-        self.size.store(size, Ordering::Relaxed);
+        if self.growing().is_none() {
+            self.map.resize(size);
+            self.limit.store(size, Ordering::Relaxed);
+        }
     }
 
     /// The alignment that direct I/O requires; [`Alignment::NONE`] when the page cache is used.
@@ -382,7 +418,7 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
     }
 
     fn ahead_target(&self) -> Option<AheadTarget<'_>> {
-        let (storage, ranges, size) = (&*self.primary, &self.ranges, self.size());
+        let (storage, ranges, size) = (&*self.primary, &self.ranges, self.limit());
         self.map.ahead().map(|map| AheadTarget { map, storage, ranges, size })
     }
 

@@ -9,3 +9,4 @@ pub(crate) mod block_map;
 pub(crate) mod allocation_cache;
 pub(crate) mod allocate_ahead;
 pub(crate) mod device;
+mod file_requests;

@@ -1,8 +1,8 @@
 //! Synchronous I/O: runs a request to its end on a thread that may block, for workers and the
 //! blocking API.
 //!
-//! Invariant: the range is locked during a read-modify-write of blocks (C12, C13); the file never
-//! grows.
+//! Invariant: the range is locked during a read-modify-write of blocks (C12, C13); only a file that
+//! was opened as one grows.
 #![allow(unsafe_code)]
 
 mod zeros;
@@ -56,7 +56,7 @@ pub(crate) unsafe fn check<M: BlockMap + ?Sized>(
         return fail(libc::EINVAL);
     }
     if io.op != Op::Flush {
-        let room = disk.size().saturating_sub(pos);
+        let room = disk.limit().saturating_sub(pos);
         if room == 0 && len > 0 && io.op != Op::Read {
             return fail(libc::ENOSPC);
         }
@@ -127,11 +127,17 @@ pub(crate) unsafe fn run<M: BlockMap + ?Sized>(
             0
         }
         Op::Discard | Op::Zero => {
-            zeros::zero(disk, io)?;
-            range.len
+            let range = disk.cut(range);
+            zeros::zero(disk, Request { range, ..io })?;
+            io.range.len
         }
         Op::Status => {
-            status(disk, range, extents)?;
+            let inside = disk.cut(range);
+            status(disk, inside, extents)?;
+            if inside.len < range.len {
+                extents.retain(|extent| extent.len > 0);
+                extents.push(ExtentStatus::top(range.len - inside.len, true));
+            }
             range.len
         }
     };
@@ -222,7 +228,29 @@ fn write_locked<M: BlockMap + ?Sized>(
     data: &mut WriteCursor<'_>,
 ) -> Result<(), Error> {
     let mode = if aligned { LockMode::Shared } else { LockMode::Exclusive };
+    let (range, mode) = match disk.appends() {
+        true => (ByteRange::new(disk.size(), range.len), LockMode::Exclusive),
+        false => (range, mode),
+    };
     with_range_lock(disk, range, mode, || write(disk, range.pos, data))
+}
+
+/// Writes all of `data` at the end of a file, and returns the position of its first byte.
+///
+/// # Errors
+/// `EINVAL` for a device that keeps its size, `EROFS`; the errno of pwritev2(2) or fdatasync(2).
+pub(crate) fn append<M: BlockMap + ?Sized>(
+    disk: &BlockDevice<M>,
+    data: &mut WriteCursor<'_>,
+    flags: Flags,
+) -> Result<u64, Error> {
+    let file = disk.changeable()?;
+    let range = ByteRange::new(disk.size(), data.len());
+    let pos = with_range_lock(disk, range, LockMode::Exclusive, || file.append(data))?;
+    if flags.has(Flags::DSYNC) {
+        disk.flush()?;
+    }
+    Ok(pos)
 }
 
 /// Writes `data` from byte `pos` on, by the image or to the storage. The cursor is advanced by the
@@ -237,15 +265,21 @@ fn write<M: BlockMap + ?Sized>(
         data.advance(u64::MAX);
         return Ok(());
     }
+    if let Some(file) = disk.growing() {
+        return match disk.appends() {
+            true => file.append(data).map(|_| ()),
+            false => disk.top().write_exact(pos, data),
+        };
+    }
     let range = ByteRange::new(pos, data.len());
     disk.allocate_ahead(range);
     disk.map.map_extent_blocking(range, Intent::Write);
-    let mut done = disk.top().write_at(pos, data, Some(disk.size()));
+    let mut done = disk.top().write_at(pos, data, Some(disk.limit()));
     if done.is_err_and(|e| matches!(e.errno(), libc::ENOSPC | libc::EDQUOT))
         && disk.give_up_allocate_ahead()
     {
         let left = range.end() - data.len();
-        done = disk.top().write_at(left, data, Some(disk.size()));
+        done = disk.top().write_at(left, data, Some(disk.limit()));
     }
     disk.map.mark_allocated(range);
     done

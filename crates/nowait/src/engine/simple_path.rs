@@ -35,7 +35,7 @@ pub(crate) struct SimplePath {
     /// `RWF_NOWAIT` where the file takes it.
     rw_flags: i32,
     /// The position from which on a write may be simple: 0, or the end of a forbidden prefix, whose
-    /// bytes have to be looked at; `u64::MAX` for a read-only device.
+    /// bytes have to be looked at; `u64::MAX` for a device that is read-only or appends.
     writes_from: u64,
     /// A write takes the range lock of its range ([`BlockDevice::locks`]).
     locks: bool,
@@ -80,7 +80,7 @@ impl SimplePath {
             write_mask: AtomicU64::new(bits_below(align.offset)),
             memory_mask: align.memory as usize - 1,
             rw_flags: if disk.supports_nowait() { libc::RWF_NOWAIT } else { 0 },
-            writes_from: match disk.is_read_only() {
+            writes_from: match disk.is_read_only() || disk.appends() {
                 true => u64::MAX,
                 false => disk.forbidden_prefix().len() as u64,
             },
@@ -119,7 +119,7 @@ impl SimplePath {
         if (range.pos | range.len) & mask != 0
             || base as usize & self.memory_mask != 0
             || range.len.wrapping_sub(1) >= MAX_TRANSFER_BYTES
-            || range.pos.wrapping_add(range.len) > disk.size()
+            || range.pos.wrapping_add(range.len) > disk.limit()
             || self.may_need_sync(io)
         {
             return Verdict::General;

@@ -4,14 +4,17 @@
 //! open (alignment, supported operations) do not change later.
 #![allow(unsafe_code)]
 
+use std::fs::File;
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::Mutex;
 
-use rustix::fs::{FallocateFlags, FileType, Mode, OFlags, SeekFrom, Stat};
+use rustix::fs::{FallocateFlags, OFlags, SeekFrom};
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
-use crate::storage::open_options::{Direct, OpenOptions};
+use crate::storage::open_options::OpenOptions;
+use crate::storage::opening::{self, Opened, is_device};
 use crate::storage::{Storage, StorageProperties, StorageSpace, Wanted, extents_by_seek, fiemap};
 use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
@@ -21,12 +24,14 @@ use crate::types::request::{ExtentStatus, Flags};
 /// An open file or block device.
 pub struct FileStorage {
     /// The descriptor for transfers, if it is another one.
-    direct: Option<OwnedFd>,
+    pub(super) direct: Option<OwnedFd>,
     /// The same file without `O_DIRECT`, for transfers that direct I/O cannot do: parts of blocks,
     /// and the last block of a file that ends inside it. Syncs use it too; see
     /// [`FileStorage::sync`].
-    buffered: OwnedFd,
-    properties: StorageProperties,
+    pub(super) buffered: File,
+    /// The file offsets of the two descriptors, which only an append uses.
+    pub(super) appending: Mutex<()>,
+    pub(super) properties: StorageProperties,
 }
 
 impl FileStorage {
@@ -39,44 +44,50 @@ impl FileStorage {
     /// when [`Direct::On`] is not possible, `EBUSY` for a block device that is opened for writing
     /// and is mounted or otherwise in use. No error leaves a change in the file.
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
-        let os = |e| Error::from_os(e, Operation::Open);
-        let stat = rustix::fs::stat(path).map_err(os)?;
-        let device = is_device(&stat)?;
-        let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
-        let flags = access | OFlags::CLOEXEC;
-        // Only one descriptor claims the device: two claims of this process would exclude each
-        // other.
-        let alone = match device && !options.read_only && !options.allow_mounted {
-            true => OFlags::EXCL,
-            false => OFlags::empty(),
-        };
-        let is_same = |fd: &OwnedFd| {
-            let opened = rustix::fs::fstat(fd).map_err(os)?;
-            match (opened.st_dev, opened.st_ino) == (stat.st_dev, stat.st_ino) {
-                true => Ok(()),
-                false => Err(Error::new(libc::ESTALE, Operation::Open)),
-            }
-        };
-        let buffered = rustix::fs::open(path, flags | alone, Mode::empty()).map_err(os)?;
-        is_same(&buffered)?;
+        let opened = opening::open(path, options)?;
+        Self::with(opened, options, probe_punch_hole)
+    }
+
+    /// Opens the file at `path` as one that grows: parts of pages are written through the page cache,
+    /// so that other writers of the same page lose nothing, and nothing is padded. Nothing behind its
+    /// end is probed, where others may be writing.
+    ///
+    /// # Errors
+    /// As [`FileStorage::open`]; the errno of ftruncate(2) where `options` truncate.
+    pub(crate) fn open_file(path: &Path, options: OpenOptions) -> Result<Self, Error> {
+        let mut opened = opening::open(path, options)?;
+        if !opened.device && opened.align != Alignment::NONE {
+            let page = u32::try_from(rustix::param::page_size()).unwrap_or(u32::MAX);
+            opened.align.offset = opened.align.offset.max(page);
+        }
+        Self::with(opened, options, |_, _| true)
+    }
+
+    fn with(
+        opened: Opened,
+        options: OpenOptions,
+        punches: impl FnOnce(&File, u64) -> bool,
+    ) -> Result<Self, Error> {
+        let Opened { buffered, direct, align, stat, device } = opened;
         let size = size_of(&buffered, device)?;
         if device && size == 0 {
             return Err(Error::new(libc::ENOMEDIUM, Operation::Open));
         }
-        let (direct, align) = open_for_transfers(path, flags, options.direct)?;
-        is_same(&direct)?;
-        let read_only = options.read_only;
+        let (buffered, read_only) = (File::from(buffered), options.read_only);
         let properties = StorageProperties {
             align,
             read_only,
             nowait: probe_nowait(direct.as_fd(), align),
-            punch_hole: !read_only && (device || probe_punch_hole(&buffered, size)),
+            punch_hole: !read_only && (device || punches(&buffered, size)),
             device,
             zeroing_block: if device { logical_block(&buffered) } else { 1 },
             // A file system on several devices, or on none, has a number without a major.
             shares_syncs: device || libc::major(stat.st_dev) != 0,
         };
-        Ok(Self { direct: Some(direct), buffered, properties })
+        if options.truncate && !device {
+            buffered.set_len(0).map_err(|e| Error::from_io(&e, Operation::Open))?;
+        }
+        Ok(Self { direct: Some(direct), buffered, appending: Mutex::new(()), properties })
     }
 
     /// A file or block device that was opened elsewhere, without `O_DIRECT`. Nothing is probed: by
@@ -97,7 +108,8 @@ impl FileStorage {
             zeroing_block: if device { logical_block(&file) } else { 1 },
             shares_syncs: false,
         };
-        Ok(Self { direct: None, buffered: file, properties })
+        let (buffered, appending) = (File::from(file), Mutex::new(()));
+        Ok(Self { direct: None, buffered, appending, properties })
     }
 
     /// The descriptor for locks. No ring holds its open file description, so a lock ends with the
@@ -114,11 +126,12 @@ impl FileStorage {
         pos: u64,
         offset: u32,
         mut segments: impl Iterator<Item = (*const u8, usize)>,
-    ) -> &OwnedFd {
+    ) -> BorrowedFd<'_> {
         let (memory, offset) = (self.properties.align.memory as usize - 1, offset as usize - 1);
         let aligned = pos as usize & offset == 0
             && segments.all(|(base, len)| base as usize & memory == 0 && len & offset == 0);
-        self.direct.as_ref().filter(|_| aligned).unwrap_or(&self.buffered)
+        let direct = self.direct.as_ref().filter(|_| aligned);
+        direct.map_or(self.buffered.as_fd(), AsFd::as_fd)
     }
 
     fn allocate(
@@ -234,13 +247,13 @@ impl Storage for FileStorage {
     }
 
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.direct.as_ref().unwrap_or(&self.buffered).as_fd())
+        Some(self.direct.as_ref().map_or(self.buffered.as_fd(), AsFd::as_fd))
     }
 }
 
 /// The present size of a file or a block device in bytes, without waiting: lseek(2) would wait for
 /// a concurrent fallocate(2) on a device.
-fn size_of(fd: &OwnedFd, device: bool) -> Result<u64, Error> {
+fn size_of(fd: impl AsFd, device: bool) -> Result<u64, Error> {
     const BLKGETSIZE64: libc::c_ulong = 0x8008_1272;
     if !device {
         let stat = rustix::fs::fstat(fd).map_err(|e| Error::from_os(e, Operation::Status))?;
@@ -248,55 +261,9 @@ fn size_of(fd: &OwnedFd, device: bool) -> Result<u64, Error> {
     }
     let mut bytes = 0u64;
     // SAFETY: the call writes one number of 64 bits.
-    match unsafe { libc::ioctl(fd.as_raw_fd(), BLKGETSIZE64, &raw mut bytes) } {
+    match unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), BLKGETSIZE64, &raw mut bytes) } {
         0 => Ok(bytes),
         _ => Err(Error::from_io(&std::io::Error::last_os_error(), Operation::Status)),
-    }
-}
-
-/// Whether a file is a block device. `EISDIR` for a directory, `ENOTBLK` for what is no regular file
-/// either.
-fn is_device(stat: &Stat) -> Result<bool, Error> {
-    match FileType::from_raw_mode(stat.st_mode) {
-        FileType::RegularFile => Ok(false),
-        FileType::BlockDevice => Ok(true),
-        FileType::Directory => Err(Error::new(libc::EISDIR, Operation::Open)),
-        _ => Err(Error::new(libc::ENOTBLK, Operation::Open)),
-    }
-}
-
-/// Opens the descriptor for transfers.
-fn open_for_transfers(
-    path: &Path,
-    flags: OFlags,
-    direct: Direct,
-) -> Result<(OwnedFd, Alignment), Error> {
-    if direct != Direct::Off {
-        match open_direct(path, flags) {
-            Ok(opened) => return Ok(opened),
-            Err(error) if direct == Direct::On => return Err(error),
-            Err(_) => {}
-        }
-    }
-    let fd = open_noatime(path, flags);
-    Ok((fd.map_err(|e| Error::from_os(e, Operation::Open))?, Alignment::NONE))
-}
-
-fn open_direct(path: &Path, flags: OFlags) -> Result<(OwnedFd, Alignment), Error> {
-    let fd = open_noatime(path, flags | OFlags::DIRECT).map_err(|e| {
-        let refused = e == Errno::INVAL;
-        Error::from_os(if refused { Errno::OPNOTSUPP } else { e }, Operation::Open)
-    })?;
-    let align = Alignment::of(fd.as_fd())?;
-    Ok((fd, align))
-}
-
-/// Opens with `O_NOATIME`, so that a read updates no access time and the kernel reads no clock for
-/// it; without it where the process does not own the file (`EPERM`, open(2)).
-fn open_noatime(path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
-    match rustix::fs::open(path, flags | OFlags::NOATIME, Mode::empty()) {
-        Err(Errno::PERM) => rustix::fs::open(path, flags, Mode::empty()),
-        opened => opened,
     }
 }
 
@@ -312,14 +279,14 @@ fn probe_nowait(fd: BorrowedFd<'_>, align: Alignment) -> bool {
 }
 
 /// The logical block of a block device in bytes; 4096 if it reports none that is a power of two.
-fn logical_block(device: &OwnedFd) -> u32 {
+fn logical_block(device: impl AsFd) -> u32 {
     let reported = rustix::fs::ioctl_blksszget(device).ok();
     reported.filter(|block| block.is_power_of_two()).unwrap_or(4096)
 }
 
 /// Probes with a hole behind the end of the file, which changes nothing. The hole keeps a distance
 /// from the end, where a process that has just created the file may be about to write.
-fn probe_punch_hole(file: &OwnedFd, size: u64) -> bool {
+fn probe_punch_hole(file: &File, size: u64) -> bool {
     let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     rustix::fs::fallocate(file, mode, (size + 1).next_multiple_of(1 << 20), 1 << 20).is_ok()
 }

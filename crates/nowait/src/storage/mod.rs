@@ -4,10 +4,14 @@
 
 mod fiemap;
 pub(crate) mod open_options;
+mod opening;
 pub(crate) mod file;
+pub(crate) mod file_calls;
+pub(crate) mod durable_names;
 #[cfg(feature = "sim")]
 pub(crate) mod sim;
 mod read_modify_write;
+mod exact_write;
 
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::BorrowedFd;

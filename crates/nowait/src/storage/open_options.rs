@@ -34,9 +34,9 @@ pub struct OpenOptions {
     /// example. Otherwise the kernel refuses that (open(2), `O_EXCL`).
     pub allow_mounted: bool,
     /// Holes are cached, so that reading one needs no I/O, and a write to one goes to a worker
-    /// without a try ([`crate::Config::hint`]). Only for a disk that nobody else writes to while it
-    /// is open, such as one that is locked: neither another handle of this process nor another
-    /// program. What they write may read as zeros.
+    /// without a try ([`crate::Config::hint`]). Only for a disk without other writers, such as one
+    /// that is locked: another handle of this process is one, too. What they write may read as
+    /// zeros.
     pub cache_holes: bool,
     /// Nothing is allocated ahead; see [`crate::Config::allocate_ahead`].
     pub no_allocate_ahead: bool,
@@ -132,17 +132,14 @@ impl OpenOptions {
         Self { mode, ..self }
     }
 
-    /// Whether the options make a file.
-    pub(crate) const fn makes(self) -> bool {
-        self.create || self.create_new || self.unnamed
-    }
-
-    /// Refuses options that contradict each other, and for a disk those of files.
+    /// Refuses options that contradict each other, those of files for a disk, and those of disks for a
+    /// file.
     ///
     /// # Errors
     /// `EINVAL`.
     pub(crate) fn check(self, is_disk: bool) -> Result<(), Error> {
-        let changes = self.makes() || self.truncate || self.append;
+        let makes = self.create || self.create_new || self.unnamed;
+        let changes = makes || self.truncate || self.append;
         let contradict = self.unnamed && (self.create || self.create_new || self.truncate);
         let caches_file = !is_disk && self.cache_holes;
         if changes && (self.read_only || is_disk) || contradict || caches_file || self.mode > 0o7777

@@ -3,9 +3,11 @@
 use std::sync::Arc;
 
 use nowait::{
-    AsyncFile, ByteRange, Error, Flags, IoBuffer, LocalAsyncFile, LocalDriver, Op, WorkerPool,
+    Allocate, AllocationCache, AsyncFile, BlockDevice, ByteRange, Error, Flags, IoBuffer,
+    LocalAsyncFile, LocalDriver, Op, WorkerPool,
 };
 
+use crate::files::{FileApi, check_rest};
 use crate::rig::{Api, Case, Image, POISON};
 
 /// A file of either API.
@@ -30,16 +32,27 @@ pub(crate) struct AsyncFiles {
     driver: LocalDriver,
     image: Image,
     direct: bool,
+    is_file: bool,
     label: String,
 }
 
 impl AsyncFiles {
     /// `None` where the system does not have the queue.
     pub(crate) fn new(case: &Case, image: Image, several_threads: bool) -> Option<Self> {
-        let (kind, config) = (case.kind, case.config);
         let disk = Arc::new(image.open(case));
         disk.scan();
-        let direct = disk.is_direct();
+        Self::on(case, image, disk, several_threads)
+    }
+
+    /// As `new`, on a device that is open already and is not scanned.
+    pub(crate) fn on(
+        case: &Case,
+        image: Image,
+        disk: Arc<BlockDevice<AllocationCache>>,
+        several_threads: bool,
+    ) -> Option<Self> {
+        let (kind, config) = (case.kind, case.config);
+        let (direct, is_file) = (disk.is_direct(), disk.metadata().is_ok());
         let workers = WorkerPool::new(config.workers);
         let queue = kind.queue(config.slots)?;
         let (file, api) = if several_threads {
@@ -52,7 +65,7 @@ impl AsyncFiles {
             (AnyFile::OneThread(file.unwrap()), "LocalAsyncFile")
         };
         let (driver, label) = (LocalDriver::new().unwrap(), format!("{api}, {}", case.label));
-        Some(Self { file, driver, image, direct, label })
+        Some(Self { file, driver, image, direct, is_file, label })
     }
 }
 
@@ -79,7 +92,7 @@ impl Api for AsyncFiles {
         let (done, buffer) = run!(self, read(pos, buffer));
         assert_eq!(buffer.len() as u64, len, "{}", self.label);
         let done = done.map_err(|error| error.errno())?;
-        assert!(buffer[done..].iter().all(|&byte| byte == POISON), "{}", self.label);
+        check_rest(&buffer[done..], self.is_file, &self.label);
         Ok(buffer[..done].to_vec())
     }
 
@@ -110,5 +123,34 @@ impl Api for AsyncFiles {
             Op::Read | Op::Write | Op::Status => panic!("the async APIs have no such call"),
         };
         done.map_err(|error| error.errno())
+    }
+}
+
+impl FileApi for AsyncFiles {
+    fn append(&mut self, data: &[u8], flags: Flags) -> Result<u64, i32> {
+        let mut buffer = IoBuffer::zeroed(data.len()).unwrap();
+        buffer.copy_from_slice(data);
+        run!(self, append(buffer, flags)).0.map_err(|error| error.errno())
+    }
+
+    fn set_len(&mut self, bytes: u64) -> Result<(), i32> {
+        run!(self, set_len(bytes)).map_err(|error| error.errno())
+    }
+
+    fn allocate(&mut self, range: ByteRange, mode: Allocate) -> Result<(), i32> {
+        run!(self, allocate(range, mode)).map_err(|error| error.errno())
+    }
+
+    fn sync_all(&mut self) -> Result<(), i32> {
+        run!(self, sync_all()).map_err(|error| error.errno())
+    }
+
+    fn size(&mut self) -> u64 {
+        let size = match &self.file {
+            AnyFile::OneThread(file) => file.size(),
+            AnyFile::SeveralThreads(file) => file.size(),
+        };
+        assert_eq!(run!(self, metadata()).unwrap().len(), size);
+        size
     }
 }

@@ -19,6 +19,7 @@ pub(crate) use nowait_testkit::{KIB, MIB, Random};
 use nowait_testkit::{TestQueueKind, WaitForRequests, skip, switches};
 
 use crate::async_files::AsyncFiles;
+use crate::files::check_rest;
 use crate::queue::{Script, Scripted};
 
 /// A multiple of every dio alignment that these tests meet, in bytes.
@@ -382,9 +383,9 @@ impl Api for Rig {
 /// The blocking API on an image.
 pub(crate) struct Blocking {
     pub(crate) file: BlockingFile,
-    image: Image,
-    direct: bool,
-    label: String,
+    pub(crate) image: Image,
+    pub(crate) direct: bool,
+    pub(crate) label: String,
 }
 
 impl Api for Blocking {
@@ -403,7 +404,8 @@ impl Api for Blocking {
     fn read(&mut self, pos: u64, len: u64) -> Result<Vec<u8>, i32> {
         let mut memory = Memory::new(len);
         let done = self.file.read_at(&mut memory, pos).map_err(|error| error.errno())?;
-        assert!(memory[done..].iter().all(|&byte| byte == POISON), "{}", self.label);
+        let is_file = self.file.metadata().is_ok();
+        check_rest(&memory[done..], is_file, &self.label);
         Ok(memory[..done].to_vec())
     }
 

@@ -12,8 +12,8 @@ use std::task::Waker;
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::api::async_file::oneshot::Sender;
 use crate::api::file_turns::{FileTurns, Turn};
+use crate::api::oneshot::Sender;
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
 use crate::memory::io_buffer::IoBuffer;
@@ -272,7 +272,7 @@ impl Channel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::api::async_file::oneshot::{Receiver, oneshot};
+    use crate::api::oneshot::{Receiver, oneshot};
     use crate::storage::open_options::OpenOptions;
     use crate::types::byte_range::ByteRange;
     use crate::types::request::Op;

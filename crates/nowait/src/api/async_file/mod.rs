@@ -4,10 +4,10 @@
 //! sent; a sent request holds only the receiver of its result, so that it may be dropped at any time
 //! (C45).
 
-mod oneshot;
 mod channel;
 mod driver;
 mod engine_threads;
+mod async_file_calls;
 
 use std::fmt;
 use std::future::Future;
@@ -16,6 +16,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use crate::api::oneshot::{Receiver, oneshot};
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
 use crate::blocking::worker_pool::WorkerPool;
@@ -27,9 +28,8 @@ use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
 use crate::types::request::{Flags, Op, Request};
 use channel::{Answer, AsyncRequest, Channel};
-use oneshot::{Receiver, oneshot};
 
-/// An image with futures: `Clone + Send + Sync`, for every executor. A thread of the library owns an
+/// A file or disk with futures: `Clone + Send + Sync`, for every executor. A thread of the library owns an
 /// engine and wakes the waiting tasks; no runtime is needed.
 ///
 /// All files of the process share these threads, one for each processor that the process may use and
@@ -104,7 +104,7 @@ struct AsyncFileInner {
     channel: Arc<Channel>,
     /// The number of the file in the channel.
     number: u32,
-    size: u64,
+    disk: Arc<BlockDevice<dyn BlockMap>>,
 }
 
 impl Drop for AsyncFileInner {
@@ -114,14 +114,13 @@ impl Drop for AsyncFileInner {
 }
 
 impl AsyncFile {
-    /// Opens the image at `path`. With [`OpenOptions::cache_holes`] nobody else may write to it meanwhile.
+    /// Opens the file at `path`, or makes it, as one that grows ([`BlockDevice::open_file`]). A disk, of a
+    /// fixed size, is opened by [`BlockDevice::open`].
     ///
     /// # Errors
-    /// As [`BlockDevice::open`] and [`AsyncFile::new`].
+    /// As [`BlockDevice::open_file`] and [`AsyncFile::new`].
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
-        let disk = BlockDevice::open(path, options)?;
-        disk.scan();
-        Self::new(Arc::new(disk))
+        Self::new(Arc::new(BlockDevice::open_file(path, options)?))
     }
 
     /// The async API of `disk`, a device of any map, which engines and other APIs may serve at the same
@@ -135,9 +134,8 @@ impl AsyncFile {
     /// `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: there is no thread yet, and a descriptor or the thread
     /// could not be made.
     pub fn new(disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<Self, Error> {
-        let size = disk.size();
-        let (channel, number) = engine_threads::open(disk)?;
-        Ok(Self::with(channel, number, size))
+        let (channel, number) = engine_threads::open(disk.clone())?;
+        Ok(Self::with(channel, number, disk))
     }
 
     /// A file with a thread of its own, on the queue that `make` makes in that thread. Others share the
@@ -163,22 +161,21 @@ impl AsyncFile {
     }
 
     fn on(channel: Arc<Channel>, disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<Self, Error> {
-        let size = disk.size();
         // A channel with an open file, or without an earlier one, is open.
         let closed = Error::new(libc::EIO, Operation::SetUp);
-        let number = channel.open(disk)?.ok_or(closed)?;
-        Ok(Self::with(channel, number, size))
+        let number = channel.open(disk.clone())?.ok_or(closed)?;
+        Ok(Self::with(channel, number, disk))
     }
 
-    fn with(channel: Arc<Channel>, number: u32, size: u64) -> Self {
-        let shared = Arc::new(AsyncFileInner { channel, number, size });
+    fn with(channel: Arc<Channel>, number: u32, disk: Arc<BlockDevice<dyn BlockMap>>) -> Self {
+        let shared = Arc::new(AsyncFileInner { channel, number, disk });
         Self { shared, flags: Flags::NONE }
     }
 
-    /// Bytes of the device.
+    /// Bytes of the file at present, as [`BlockDevice::size`].
     #[must_use]
     pub fn size(&self) -> u64 {
-        self.shared.size
+        self.shared.disk.size()
     }
 
     /// The same file; each of its reads and writes has `flags` beside its own, such as
@@ -189,7 +186,8 @@ impl AsyncFile {
     }
 
     /// Reads into `buffer` from byte `pos` on. The result is the bytes read: fewer than
-    /// `buffer.len()` only past the end of the device (C17).
+    /// `buffer.len()` only past the end of the file, where the rest of it may come back as zeros (C17,
+    /// C18).
     ///
     /// # Errors
     /// `EINVAL` for a range beyond `i64::MAX` (C08); the errno of preadv2(2). The buffer is given
@@ -202,12 +200,12 @@ impl AsyncFile {
         self.request(Op::Read, self.flags, ByteRange::new(pos, buffer.len() as u64), buffer)
     }
 
-    /// Writes `buffer` from byte `pos` on. The result is the bytes written: fewer than
-    /// `buffer.len()` only where the write crosses the end of the device (C25). With
-    /// [`Flags::DSYNC`] they are durable (C28).
+    /// Writes `buffer` from byte `pos` on; a file grows as needed (C57). The result is the bytes
+    /// written: fewer than `buffer.len()` only where the write crosses the end of a disk (C25), or where
+    /// an error follows. With [`Flags::DSYNC`] they are durable (C28).
     ///
     /// # Errors
-    /// `EROFS` on a read-only device, `ENOSPC` at or past its end, `EINVAL` for a range beyond
+    /// `EROFS` on a read-only device, `ENOSPC` at or past the end of a disk and where no space is left, `EINVAL` for a range beyond
     /// `i64::MAX`, `EAGAIN` under [`Flags::NOWAIT`]; the errno of pwritev2(2) or fdatasync(2). The
     /// buffer is given back.
     pub fn write(

@@ -11,6 +11,7 @@ mod shared_engine;
 mod thread_engines;
 mod file_state;
 mod request_future;
+mod local_file_calls;
 pub(crate) mod local_driver;
 #[cfg(all(feature = "tokio", not(loom)))]
 mod tokio_driver;
@@ -36,7 +37,7 @@ use file_state::FileState;
 use request_future::RequestFuture;
 use shared_engine::SharedEngine;
 
-/// An image with futures for one thread: `Clone`, but neither `Send` nor `Sync`. Its tasks use an
+/// A file or disk with futures for one thread: `Clone`, but neither `Send` nor `Sync`. Its tasks use an
 /// engine of their own thread, so that a request costs no hop to another thread and no allocation.
 /// [`AsyncFile`](crate::AsyncFile) is the version for executors with several threads.
 ///
@@ -90,14 +91,13 @@ pub struct LocalAsyncFile {
 }
 
 impl LocalAsyncFile {
-    /// Opens the image at `path`. With [`OpenOptions::cache_holes`] nobody else may write to it meanwhile.
+    /// Opens the file at `path`, or makes it, as one that grows ([`BlockDevice::open_file`]). A disk, of a
+    /// fixed size, is opened by [`BlockDevice::open`].
     ///
     /// # Errors
-    /// As [`BlockDevice::open`] and [`LocalAsyncFile::new`].
+    /// As [`BlockDevice::open_file`] and [`LocalAsyncFile::new`].
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
-        let disk = BlockDevice::open(path, options)?;
-        disk.scan();
-        Self::new(Arc::new(disk))
+        Self::new(Arc::new(BlockDevice::open_file(path, options)?))
     }
 
     /// The async API of `disk`, a device of any map, for this thread; engines and other APIs, also
@@ -136,15 +136,14 @@ impl LocalAsyncFile {
     }
 
     fn on(engine: Rc<SharedEngine>, disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<Self, Error> {
-        let size = disk.size();
-        let number = engine.requests.borrow_mut().open(disk)?;
-        Ok(Self { state: Rc::new(FileState { engine, number, size }), flags: Flags::NONE })
+        let number = engine.requests.borrow_mut().open(disk.clone())?;
+        Ok(Self { state: Rc::new(FileState { engine, number, disk }), flags: Flags::NONE })
     }
 
-    /// Bytes of the device.
+    /// Bytes of the file at present, as [`BlockDevice::size`].
     #[must_use]
     pub fn size(&self) -> u64 {
-        self.state.size
+        self.state.disk.size()
     }
 
     /// The same file; each of its reads and writes has `flags` beside its own, such as
@@ -155,7 +154,8 @@ impl LocalAsyncFile {
     }
 
     /// Reads into `buffer` from byte `pos` on. The result is the bytes read: fewer than
-    /// `buffer.len()` only past the end of the device (C17).
+    /// `buffer.len()` only past the end of the file, where the rest of it may come back as zeros (C17,
+    /// C18).
     ///
     /// # Errors
     /// `EINVAL` for a range beyond `i64::MAX` (C08); the errno of preadv2(2). The buffer is given
@@ -168,12 +168,12 @@ impl LocalAsyncFile {
         self.request(Op::Read, self.flags, ByteRange::new(pos, buffer.len() as u64), buffer)
     }
 
-    /// Writes `buffer` from byte `pos` on. The result is the bytes written: fewer than
-    /// `buffer.len()` only where the write crosses the end of the device (C25). With
-    /// [`Flags::DSYNC`] they are durable (C28).
+    /// Writes `buffer` from byte `pos` on; a file grows as needed (C57). The result is the bytes
+    /// written: fewer than `buffer.len()` only where the write crosses the end of a disk (C25), or where
+    /// an error follows. With [`Flags::DSYNC`] they are durable (C28).
     ///
     /// # Errors
-    /// `EROFS` on a read-only device, `ENOSPC` at or past its end, `EINVAL` for a range beyond
+    /// `EROFS` on a read-only device, `ENOSPC` at or past the end of a disk and where no space is left, `EINVAL` for a range beyond
     /// `i64::MAX`, `EAGAIN` under [`Flags::NOWAIT`]; the errno of pwritev2(2) or fdatasync(2). The
     /// buffer is given back.
     pub fn write(

@@ -1,0 +1,56 @@
+//! Calls to a file that may block, as futures: a thread of the process makes the call and wakes the
+//! task.
+//!
+//! Invariant: a call that was sent runs to its end, also when its future is dropped; the file is open
+//! until then.
+
+use std::future::poll_fn;
+use std::sync::{Arc, LazyLock};
+
+use crate::api::oneshot::oneshot;
+use crate::block::block_map::BlockMap;
+use crate::block::device::BlockDevice;
+use crate::threads::thread_pool::ThreadPool;
+use crate::threads::work_item::WorkItem;
+use crate::types::config::Config;
+use crate::types::error::{Error, Operation};
+
+/// Takes its device's turn among the calls of all files.
+struct FileCall {
+    device: u64,
+    run: Box<dyn FnOnce() + Send>,
+}
+
+impl WorkItem for FileCall {
+    fn device(&self) -> u64 {
+        self.device
+    }
+
+    fn client(&self) -> u64 {
+        0
+    }
+}
+
+fn run(calls: &mut Vec<FileCall>) {
+    for call in calls.drain(..) {
+        (call.run)();
+    }
+}
+
+/// Makes a call to `disk` when it is first polled.
+///
+/// # Errors
+/// `EIO` if the call has panicked.
+pub(crate) async fn call<T: Send + 'static>(
+    disk: Arc<BlockDevice<dyn BlockMap>>,
+    make: impl FnOnce(&BlockDevice<dyn BlockMap>) -> T + Send + 'static,
+) -> Result<T, Error> {
+    static THREADS: LazyLock<ThreadPool<FileCall>> =
+        LazyLock::new(|| ThreadPool::of_devices(Config::default().workers, run));
+    let (sender, mut receiver) = oneshot();
+    let device = Arc::as_ptr(&disk).cast::<()>() as u64;
+    let run = Box::new(move || sender.complete(make(&disk)));
+    THREADS.push([FileCall { device, run }]);
+    let answer = poll_fn(|context| receiver.poll(context.waker())).await;
+    answer.ok_or(Error::new(libc::EIO, Operation::Wait))
+}

@@ -1,0 +1,136 @@
+//! The calls to a file that a disk does not have: appending, allocating, locking, naming.
+//!
+//! Invariant: the file offsets of the descriptors are used by appends only, one at a time.
+
+use std::fs::{File, Metadata};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::path::Path;
+use std::sync::PoisonError;
+
+use rustix::fs::{AtFlags, CWD, FallocateFlags, FlockOperation, SeekFrom};
+use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
+
+use crate::storage::Storage;
+use crate::storage::file::FileStorage;
+use crate::types::byte_range::ByteRange;
+use crate::types::error::{Error, Operation};
+use crate::types::io_cursor::WriteCursor;
+
+/// The size of a file behind which storage is allocated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Allocate {
+    /// The file grows to the end of the range if it was smaller.
+    Extend,
+    /// The size stays; a later write there grows the file without allocating.
+    KeepSize,
+}
+
+/// A lock of a whole file (flock(2)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileLock {
+    /// Others may have it, too, but none has an exclusive one.
+    Shared,
+    /// No other handle has a lock.
+    Exclusive,
+}
+
+/// The position that stands for the file offset of the descriptor (preadv2(2)).
+const FILE_OFFSET: u64 = u64::MAX;
+
+impl FileStorage {
+    /// Writes all of `data` at the end of the file, wherever that is when it is written, and returns
+    /// the position of the first byte. The cursor is advanced by the bytes written.
+    ///
+    /// # Errors
+    /// The errno of pwritev2(2); a part of the data may then be at the end of the file. `EIO` if
+    /// another process has appended between two parts of them.
+    pub(crate) fn append(&self, data: &mut WriteCursor<'_>) -> Result<u64, Error> {
+        let _offsets = self.appending.lock().unwrap_or_else(PoisonError::into_inner);
+        let align = self.properties.align;
+        let mut first = None;
+        let mut next = self.size()?;
+        while !data.is_empty() {
+            // A file that ends inside a block, or does so by another's append, takes no direct write.
+            let fits = next.is_multiple_of(align.offset.into())
+                && data.is_aligned(align.memory, align.offset);
+            let direct = self.direct.as_ref().filter(|_| fits).map(AsFd::as_fd);
+            let (fd, written) = match direct.map(|fd| (fd, append_once(fd, data))) {
+                Some((_, Err(Errno::INVAL))) | None => {
+                    (self.buffered.as_fd(), append_once(self.buffered.as_fd(), data))
+                }
+                Some(done) => done,
+            };
+            let range = ByteRange::new(next, data.len());
+            let failed = |error| Error::from_os(error, Operation::Write).at(range);
+            let count = written.map_err(failed)? as u64;
+            let end = rustix::fs::seek(fd, SeekFrom::Current(0)).map_err(failed)?;
+            if count == 0 || first.is_some() && end - count != next {
+                return Err(failed(Errno::IO));
+            }
+            data.advance(count);
+            first.get_or_insert(end - count);
+            next = end;
+        }
+        Ok(first.unwrap_or(next))
+    }
+
+    /// Allocates storage for the holes in `range`, which still read as zeros.
+    ///
+    /// # Errors
+    /// The errno of fallocate(2): `ENOSPC`; `EOPNOTSUPP` where the file system cannot; `EFBIG`.
+    pub(crate) fn allocate_file(&self, range: ByteRange, mode: Allocate) -> Result<(), Error> {
+        let flags = match mode {
+            Allocate::Extend => FallocateFlags::empty(),
+            Allocate::KeepSize => FallocateFlags::KEEP_SIZE,
+        };
+        retry_on_intr(|| rustix::fs::fallocate(&self.buffered, flags, range.pos, range.len))
+            .map_err(|error| Error::from_os(error, Operation::Write).at(range))
+    }
+
+    /// fsync(2), on the descriptor of [`Storage::sync`].
+    pub(crate) fn sync_all(&self) -> Result<(), Error> {
+        retry_on_intr(|| rustix::fs::fsync(&self.buffered))
+            .map_err(|error| Error::from_os(error, Operation::Flush))
+    }
+
+    pub(crate) fn metadata(&self) -> Result<Metadata, Error> {
+        self.buffered.metadata().map_err(|error| Error::from_io(&error, Operation::Status))
+    }
+
+    /// Locks the file; if it does not `wait`, it fails with `EAGAIN`.
+    pub(crate) fn lock(&self, lock: FileLock, wait: bool) -> Result<(), Error> {
+        flock(
+            &self.buffered,
+            match (lock, wait) {
+                (FileLock::Shared, true) => FlockOperation::LockShared,
+                (FileLock::Shared, false) => FlockOperation::NonBlockingLockShared,
+                (FileLock::Exclusive, true) => FlockOperation::LockExclusive,
+                (FileLock::Exclusive, false) => FlockOperation::NonBlockingLockExclusive,
+            },
+        )
+    }
+
+    pub(crate) fn unlock(&self) -> Result<(), Error> {
+        flock(&self.buffered, FlockOperation::Unlock)
+    }
+
+    /// Gives the file a name.
+    pub(crate) fn link(&self, path: &Path) -> Result<(), Error> {
+        let from = format!("/proc/self/fd/{}", self.buffered.as_raw_fd());
+        rustix::fs::linkat(CWD, from.as_str(), CWD, path, AtFlags::SYMLINK_FOLLOW)
+            .map_err(|error| Error::from_os(error, Operation::Write))
+    }
+}
+
+/// One write of all of `data` at the end of the file.
+fn append_once(fd: BorrowedFd<'_>, data: &mut WriteCursor<'_>) -> Result<usize, Errno> {
+    data.with_slices(|slices| {
+        let append = ReadWriteFlags::APPEND;
+        retry_on_intr(|| rustix::io::pwritev2(fd, slices, FILE_OFFSET, append))
+    })
+}
+
+fn flock(file: &File, operation: FlockOperation) -> Result<(), Error> {
+    retry_on_intr(|| rustix::fs::flock(file, operation))
+        .map_err(|error| Error::from_os(error, Operation::SetUp))
+}
