@@ -29,7 +29,7 @@
 //! use nowait::{BlockingFile, Error, Flags, OpenOptions};
 //!
 //! fn write_and_read(path: &Path) -> Result<(), Error> {
-//!     let file = BlockingFile::open(path, OpenOptions::default())?;
+//!     let file = BlockingFile::open(path, OpenOptions::new().create(true))?;
 //!     file.write_at(b"any length, anywhere", 1000, Flags::DSYNC)?; // durable when it returns
 //!     let mut back = [0; 20];
 //!     file.read_at(&mut back, 1000)?;
@@ -38,18 +38,23 @@
 //! ```
 //!
 //! `examples/` has a small program for each API: `blocking`, `polling` (the engine), `one_thread` ([`LocalAsyncFile`])
-//! and `asynchronous` ([`AsyncFile`]). Nothing is published yet; in Cargo.toml:
+//! and `asynchronous` ([`AsyncFile`]), and `table_file` is a table that grows. Nothing is published yet; in Cargo.toml:
 //! `nowait = { git = "URL of the repository" }`.
 //!
-//! A file is made by the caller, with its size ([`std::fs::File::set_len`], or fallocate(2)): like a disk it does not
-//! grow. A write that begins at its end fails with `ENOSPC`, one that crosses it is cut short (C25), so a log gets its
-//! room before it is written.
+//! # Files and disks
+//!
+//! `open` of [`BlockingFile`], [`AsyncFile`] and [`LocalAsyncFile`] opens a *file*, and [`OpenOptions`] may make it. It
+//! grows: a write at its end or across it extends it, and its size is exact to the byte. Other handles, threads and
+//! programs may read and write it at the same time, through the page cache as well. `append`, `set_len`, `allocate`,
+//! `sync_all`, locks and names ([`durable_rename`], [`sync_directory`]) are calls of all three APIs.
+//!
+//! [`BlockDevice::open`] opens a *disk* of a fixed size, whose writes end at its end (C25). One without other writers may
+//! have its holes cached ([`OpenOptions::cache_holes`]).
 //!
 //! # Rules and limits
 //!
 //! `docs/contract.md` defines the meaning of every request; the C-numbers in this documentation are
-//! its rules. Errors carry the Linux errno ([`Error::errno`]). The library locks no image: two
-//! processes that write to one have to lock it themselves. It needs 64-bit Linux.
+//! its rules. Errors carry the Linux errno ([`Error::errno`]). The library locks nothing by itself. It needs 64-bit Linux.
 //!
 //! # Features
 //!

@@ -115,8 +115,8 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
     /// With [`Flags::DSYNC`] they are durable (C28).
     ///
     /// # Errors
-    /// `EROFS` on a read-only device, `ENOSPC` at or past the end of a disk and where no space is left, `EINVAL` for a range beyond
-    /// `i64::MAX`; the errno of pwritev2(2) or fdatasync(2).
+    /// `EROFS` on a read-only device, `ENOSPC` at or past the end of a disk and where no space is
+    /// left, `EINVAL` for a range beyond `i64::MAX`; the errno of pwritev2(2) or fdatasync(2).
     pub fn write_at(&self, buf: &[u8], pos: u64, flags: Flags) -> Result<usize, Error> {
         let segment = IoSegment { base: buf.as_ptr().cast_mut(), len: buf.len() };
         self.run(Op::Write, flags, pos, &[segment])

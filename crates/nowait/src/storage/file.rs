@@ -41,7 +41,7 @@ impl FileStorage {
     /// The errno of open(2). `EISDIR` for a directory, `ENOTBLK` for anything else that is neither
     /// a regular file nor a block device, `ENOMEDIUM` for a block device of 0 bytes, such as a loop
     /// device without a file, `ESTALE` when the path was replaced during the call, `EOPNOTSUPP`
-    /// when [`Direct::On`] is not possible, `EBUSY` for a block device that is opened for writing
+    /// when [`Direct::On`](crate::Direct::On) is not possible, `EBUSY` for a block device that is opened for writing
     /// and is mounted or otherwise in use. No error leaves a change in the file.
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
         let opened = opening::open(path, options)?;

@@ -173,8 +173,8 @@ impl LocalAsyncFile {
     /// an error follows. With [`Flags::DSYNC`] they are durable (C28).
     ///
     /// # Errors
-    /// `EROFS` on a read-only device, `ENOSPC` at or past the end of a disk and where no space is left, `EINVAL` for a range beyond
-    /// `i64::MAX`, `EAGAIN` under [`Flags::NOWAIT`]; the errno of pwritev2(2) or fdatasync(2). The
+    /// `EROFS` on a read-only device, `ENOSPC` at or past the end of a disk and where no space is
+    /// left, `EINVAL` for a range beyond `i64::MAX`, `EAGAIN` under [`Flags::NOWAIT`]; the errno of pwritev2(2) or fdatasync(2). The
     /// buffer is given back.
     pub fn write(
         &self,
