@@ -66,3 +66,33 @@ pub(crate) fn denied<T: Send>(deny: Deny, work: impl FnOnce() -> T + Send) -> Op
         done
     })
 }
+
+/// A filter that allows the set-up of a ring and forbids its use.
+#[test]
+fn a_ring_that_may_not_be_entered_gives_way_to_threads() {
+    use nowait::{
+        BlockingFile, Flags, IoBuffer, LocalAsyncFile, LocalDriver, OpenOptions, QueueKind,
+    };
+    for errno in [libc::EPERM, libc::ENOSYS] {
+        let done = denied(Deny::all(libc::SYS_io_uring_enter, errno), || {
+            let queue = QueueKind::Auto.open(64).unwrap();
+            assert!(queue.ring().is_none());
+            let refusal = queue.refusal().map(|error| error.errno());
+            let ring = QueueKind::Uring.open(64).err().map(|error| error.errno());
+            assert_eq!(ring, refusal);
+            let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+            let (driver, options) = (LocalDriver::new().unwrap(), OpenOptions::new());
+            let local = LocalAsyncFile::open(file.path(), options).unwrap();
+            let buffer = IoBuffer::zeroed(8192).unwrap();
+            assert_eq!(driver.block_on(local.write(4096, buffer, Flags::NONE)).0, Ok(8192));
+            let buffer = IoBuffer::zeroed(8192).unwrap();
+            assert_eq!(driver.block_on(local.read(4096, buffer)).0, Ok(8192));
+            assert_eq!(BlockingFile::open(file.path(), options).unwrap().size(), 12_288);
+            refusal
+        });
+        let Some(refusal) = done else { return };
+        if nowait::Uring::new().is_ok() {
+            assert_eq!(refusal, Some(errno));
+        }
+    }
+}

@@ -105,13 +105,15 @@ impl Uring {
     /// on locked memory has no room for: registered buffers, registered files, the full size.
     ///
     /// # Errors
-    /// `EPERM` or `ENOSYS` where io_uring is forbidden or missing, `ENOMEM` where the user's limit
+    /// `EPERM` or `ENOSYS` where io_uring is forbidden or missing, also if a ring may be made and not be
+    /// used (seccomp on io_uring_enter(2)), `ENOMEM` where the user's limit
     /// on locked memory (`ulimit -l`) has no room for the smallest ring, `EMFILE` or `ENFILE` when
     /// no descriptor is left. The caller then uses [`crate::AioThreadQueue`]; [`Uring::refusal`]
     /// puts the reason into words.
     pub fn new() -> Result<Self, Error> {
         let set_up = |e: std::io::Error| Error::from_io(&e, Operation::SetUp);
-        let (ring, mut features) = Self::build().map_err(set_up)?;
+        let (mut ring, mut features) = Self::build().map_err(set_up)?;
+        Self::try_out(&mut ring).map_err(set_up)?;
         let files = RingFiles::new(&ring);
         features.file = files.has_table();
         let buffers = MAX_BUFFERS + RESERVED_BUFFERS;
@@ -143,6 +145,22 @@ impl Uring {
     pub fn polling(mut self) -> Self {
         self.polls_all = true;
         self
+    }
+
+    /// Makes one request that does nothing: a filter of system calls may allow the ring and forbid its
+    /// use, which would fail requests later.
+    fn try_out(ring: &mut IoUring) -> std::io::Result<()> {
+        // SAFETY: the entry names no memory.
+        if unsafe { ring.submission().push(&opcode::Nop::new().build()) }.is_err() {
+            return Err(std::io::ErrorKind::WriteZero.into());
+        }
+        while ring.completion().next().is_none() {
+            match ring.submit_and_wait(1) {
+                Err(error) if error.raw_os_error() != Some(libc::EINTR) => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(())
     }
 
     fn build() -> std::io::Result<(IoUring, RingFeatures)> {
