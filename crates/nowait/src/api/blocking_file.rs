@@ -88,7 +88,7 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
     }
 
     /// Reads into `buf` from byte `pos` on. Returns the bytes read: fewer than `buf.len()` only
-    /// past the end of the file, where the rest of `buf` may come back as zeros (C17, C18).
+    /// past the end of the file (C17).
     ///
     /// # Errors
     /// `EINVAL` for a range beyond `i64::MAX` (C08); the errno of preadv2(2).

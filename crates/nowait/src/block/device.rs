@@ -33,8 +33,8 @@ pub struct BlockDevice<M: BlockMap + ?Sized> {
     backing: Vec<Arc<dyn Storage>>,
     pub(crate) ranges: RangeLocks,
     align: Alignment,
-    /// Where requests are cut off or refused: the size of a disk, and the greatest one of a file that
-    /// grows.
+    /// The size of a disk, where requests are cut off or refused; of a file that grows the size that
+    /// was last seen.
     limit: AtomicU64,
     /// The primary storage, if the device was opened as a file.
     pub(super) file: Option<Arc<FileStorage>>,
@@ -159,14 +159,13 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
     #[inline]
     #[must_use]
     pub fn size(&self) -> u64 {
-        match self.growing() {
-            Some(file) => file.size().unwrap_or(0),
-            None => self.limit(),
-        }
+        let Some(file) = self.growing() else { return self.limit() };
+        let size = file.size().unwrap_or(0);
+        self.limit.store(size, Ordering::Relaxed);
+        size
     }
 
-    /// Where requests are cut off or refused: the size of a disk, and the greatest one of a file that
-    /// grows.
+    /// The size of a disk, and of a file that grows the one that was last seen.
     #[inline]
     pub(crate) fn limit(&self) -> u64 {
         self.limit.load(Ordering::Relaxed)

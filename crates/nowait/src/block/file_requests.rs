@@ -1,7 +1,7 @@
 //! A file as a device: its writes may extend it, and it has calls that a disk does not have.
 //!
-//! Invariant: nothing is remembered of the file that another handle or process can change: neither its
-//! size nor its holes.
+//! Invariant: nothing that another handle or process can change is relied on: no hole is remembered, and
+//! the size that was last seen only spares a request inside it the question for the present one.
 
 use std::fs::Metadata;
 use std::path::Path;
@@ -16,6 +16,7 @@ use crate::storage::file_calls::{Allocate, FileLock};
 use crate::storage::open_options::OpenOptions;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
+use crate::types::request::Op;
 
 /// The greatest size of a file in bytes, whatever the file system allows.
 const GREATEST_SIZE: u64 = i64::MAX as u64;
@@ -44,7 +45,8 @@ impl BlockDevice<AllocationCache> {
             true => Self::raw(storage.clone(), options)?,
             false => {
                 let map = AllocationCache::new(0, false);
-                Self::mapped(storage.clone(), Vec::new(), GREATEST_SIZE, options.read_only, map)
+                let size = storage.size()?;
+                Self::mapped(storage.clone(), Vec::new(), size, options.read_only, map)
             }
         };
         device.file = Some(storage);
@@ -54,6 +56,18 @@ impl BlockDevice<AllocationCache> {
 }
 
 impl<M: BlockMap + ?Sized> BlockDevice<M> {
+    /// Bytes from `pos` on that a request of `len` bytes may have: up to the end, but a write to a file
+    /// that grows has no end. A read is cut off here and not by the kernel, which would look for the
+    /// end in what a file system has reserved behind it (on XFS `EIO`).
+    pub(crate) fn room(&self, op: Op, pos: u64, len: u64) -> u64 {
+        let size = match self.growing() {
+            Some(_) if op != Op::Read => return len,
+            Some(_) if pos.saturating_add(len) > self.limit() => self.size(),
+            _ => self.limit(),
+        };
+        size.saturating_sub(pos)
+    }
+
     /// `range` up to the end of a file that grows; what is behind it is neither zeroed nor reported.
     pub(crate) fn cut(&self, range: ByteRange) -> ByteRange {
         match self.growing() {

@@ -56,7 +56,7 @@ pub(crate) unsafe fn check<M: BlockMap + ?Sized>(
         return fail(libc::EINVAL);
     }
     if io.op != Op::Flush {
-        let room = disk.limit().saturating_sub(pos);
+        let room = disk.room(io.op, pos, len);
         if room == 0 && len > 0 && io.op != Op::Read {
             return fail(libc::ENOSPC);
         }
@@ -110,6 +110,7 @@ pub(crate) unsafe fn run<M: BlockMap + ?Sized>(
     let partial = !flags.has(Flags::ALL_OR_ERROR);
     let done = match op {
         Op::Read => {
+            let range = disk.cut(range);
             // SAFETY: as promised by the caller.
             let mut memory = unsafe { ReadCursor::new(segments, 0, range.len) };
             let result = read(disk, range.pos, &mut memory);

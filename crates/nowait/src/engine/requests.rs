@@ -273,6 +273,14 @@ impl<M: BlockMap + ?Sized> Requests<M> {
         match result {
             TransferResult::Full | TransferResult::Refused => {}
             TransferResult::Short => request.again = true,
+            // The end of the file may have been where the file system cannot read (`BlockDevice::room`).
+            TransferResult::Failed(errno)
+                if errno == -libc::EIO
+                    && request.io.op == Op::Read
+                    && self.devices[device].disk.growing().is_some() =>
+            {
+                request.again = true;
+            }
             TransferResult::Failed(errno) => request.fail(i64::from(errno)),
         }
     }

@@ -24,14 +24,14 @@ use crate::types::request::{ExtentStatus, Flags};
 /// An open file or block device.
 pub struct FileStorage {
     /// The descriptor for transfers, if it is another one.
-    pub(super) direct: Option<OwnedFd>,
+    direct: Option<OwnedFd>,
     /// The same file without `O_DIRECT`, for transfers that direct I/O cannot do: parts of blocks,
     /// and the last block of a file that ends inside it. Syncs use it too; see
     /// [`FileStorage::sync`].
     pub(super) buffered: File,
-    /// The file offsets of the two descriptors, which only an append uses.
+    /// The file offset of `buffered`, which only an append uses.
     pub(super) appending: Mutex<()>,
-    pub(super) properties: StorageProperties,
+    properties: StorageProperties,
 }
 
 impl FileStorage {

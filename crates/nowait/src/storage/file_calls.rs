@@ -1,9 +1,9 @@
 //! The calls to a file that a disk does not have: appending, allocating, locking, naming.
 //!
-//! Invariant: the file offsets of the descriptors are used by appends only, one at a time.
+//! Invariant: the file offset of the descriptor is used by appends only, one at a time.
 
 use std::fs::{File, Metadata};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::sync::PoisonError;
 
@@ -39,31 +39,25 @@ const FILE_OFFSET: u64 = u64::MAX;
 
 impl FileStorage {
     /// Writes all of `data` at the end of the file, wherever that is when it is written, and returns
-    /// the position of the first byte. The cursor is advanced by the bytes written.
+    /// the position of the first byte. The cursor is advanced by the bytes written. The page cache takes
+    /// them: file systems let two direct appends go to the same place (XFS, which locks for readers).
     ///
     /// # Errors
     /// The errno of pwritev2(2); a part of the data may then be at the end of the file. `EIO` if
     /// another process has appended between two parts of them.
     pub(crate) fn append(&self, data: &mut WriteCursor<'_>) -> Result<u64, Error> {
-        let _offsets = self.appending.lock().unwrap_or_else(PoisonError::into_inner);
-        let align = self.properties.align;
+        let _offset = self.appending.lock().unwrap_or_else(PoisonError::into_inner);
         let mut first = None;
         let mut next = self.size()?;
         while !data.is_empty() {
-            // A file that ends inside a block, or does so by another's append, takes no direct write.
-            let fits = next.is_multiple_of(align.offset.into())
-                && data.is_aligned(align.memory, align.offset);
-            let direct = self.direct.as_ref().filter(|_| fits).map(AsFd::as_fd);
-            let (fd, written) = match direct.map(|fd| (fd, append_once(fd, data))) {
-                Some((_, Err(Errno::INVAL))) | None => {
-                    (self.buffered.as_fd(), append_once(self.buffered.as_fd(), data))
-                }
-                Some(done) => done,
-            };
             let range = ByteRange::new(next, data.len());
             let failed = |error| Error::from_os(error, Operation::Write).at(range);
+            let written = data.with_slices(|slices| {
+                let append = ReadWriteFlags::APPEND;
+                retry_on_intr(|| rustix::io::pwritev2(&self.buffered, slices, FILE_OFFSET, append))
+            });
             let count = written.map_err(failed)? as u64;
-            let end = rustix::fs::seek(fd, SeekFrom::Current(0)).map_err(failed)?;
+            let end = rustix::fs::seek(&self.buffered, SeekFrom::Current(0)).map_err(failed)?;
             if count == 0 || first.is_some() && end - count != next {
                 return Err(failed(Errno::IO));
             }
@@ -120,14 +114,6 @@ impl FileStorage {
         rustix::fs::linkat(CWD, from.as_str(), CWD, path, AtFlags::SYMLINK_FOLLOW)
             .map_err(|error| Error::from_os(error, Operation::Write))
     }
-}
-
-/// One write of all of `data` at the end of the file.
-fn append_once(fd: BorrowedFd<'_>, data: &mut WriteCursor<'_>) -> Result<usize, Errno> {
-    data.with_slices(|slices| {
-        let append = ReadWriteFlags::APPEND;
-        retry_on_intr(|| rustix::io::pwritev2(fd, slices, FILE_OFFSET, append))
-    })
 }
 
 fn flock(file: &File, operation: FlockOperation) -> Result<(), Error> {

@@ -7,7 +7,7 @@ use nowait::{
     LocalAsyncFile, LocalDriver, Op, WorkerPool,
 };
 
-use crate::files::{FileApi, check_rest};
+use crate::files::FileApi;
 use crate::rig::{Api, Case, Image, POISON};
 
 /// A file of either API.
@@ -32,7 +32,6 @@ pub(crate) struct AsyncFiles {
     driver: LocalDriver,
     image: Image,
     direct: bool,
-    is_file: bool,
     label: String,
 }
 
@@ -52,7 +51,7 @@ impl AsyncFiles {
         several_threads: bool,
     ) -> Option<Self> {
         let (kind, config) = (case.kind, case.config);
-        let (direct, is_file) = (disk.is_direct(), disk.metadata().is_ok());
+        let direct = disk.is_direct();
         let workers = WorkerPool::new(config.workers);
         let queue = kind.queue(config.slots)?;
         let (file, api) = if several_threads {
@@ -65,7 +64,7 @@ impl AsyncFiles {
             (AnyFile::OneThread(file.unwrap()), "LocalAsyncFile")
         };
         let (driver, label) = (LocalDriver::new().unwrap(), format!("{api}, {}", case.label));
-        Some(Self { file, driver, image, direct, is_file, label })
+        Some(Self { file, driver, image, direct, label })
     }
 }
 
@@ -92,7 +91,7 @@ impl Api for AsyncFiles {
         let (done, buffer) = run!(self, read(pos, buffer));
         assert_eq!(buffer.len() as u64, len, "{}", self.label);
         let done = done.map_err(|error| error.errno())?;
-        check_rest(&buffer[done..], self.is_file, &self.label);
+        assert!(buffer[done..].iter().all(|&byte| byte == POISON), "{}", self.label);
         Ok(buffer[..done].to_vec())
     }
 

@@ -9,7 +9,7 @@ use nowait::{
 };
 
 use crate::async_files::AsyncFiles;
-use crate::rig::{Api, Blocking, Case, Content, Image, POISON, REAL, Rig, cases};
+use crate::rig::{Api, Blocking, Case, Content, Image, REAL, Rig, cases};
 
 /// The calls to a file, of every API; errors are errnos.
 pub(crate) trait FileApi: Api {
@@ -64,11 +64,6 @@ impl FileApi for Rig {
     fn size(&mut self) -> u64 {
         self.disk.size()
     }
-}
-
-/// Checks the memory behind a read: it is untouched, but that of a file may have zeros.
-pub(crate) fn check_rest(rest: &[u8], is_file: bool, label: &str) {
-    assert!(rest.iter().all(|&byte| byte == POISON || is_file && byte == 0), "{label}");
 }
 
 /// A file as one that grows, as `case` opens it.

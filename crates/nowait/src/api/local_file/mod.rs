@@ -154,8 +154,7 @@ impl LocalAsyncFile {
     }
 
     /// Reads into `buffer` from byte `pos` on. The result is the bytes read: fewer than
-    /// `buffer.len()` only past the end of the file, where the rest of it may come back as zeros (C17,
-    /// C18).
+    /// `buffer.len()` only past the end of the file (C17).
     ///
     /// # Errors
     /// `EINVAL` for a range beyond `i64::MAX` (C08); the errno of preadv2(2). The buffer is given
