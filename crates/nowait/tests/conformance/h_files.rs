@@ -8,13 +8,15 @@ use nowait::{Allocate, BlockDevice, BlockingFile, ByteRange, Flags, Op, OpenOpti
 use crate::deny::{Deny, denied};
 use crate::files::{FileApi, on_files, open};
 use crate::rig::{
-    ALL, BLOCK, Content, Image, KIB, MIB, POISON, REAL, Random, Rig, buffered, cases, dirty_pages,
-    on_apis, pattern,
+    ALL, Api, BLOCK, Content, Image, KIB, MIB, POISON, REAL, Random, Rig, buffered, cases,
+    dirty_pages, on_apis, pattern,
 };
 
 rules![
+    c19_a_read_of_a_file_that_fails_is_made_again_up_to_the_present_end,
     c26_an_append_goes_to_the_end_and_tells_where_it_went,
     c26_a_file_opened_to_append_takes_every_write_at_its_end,
+    c36_a_nowait_write_that_would_extend_a_file_is_eagain_or_whole,
     c57_a_write_at_the_end_or_beyond_it_extends_the_file,
     c57_a_write_across_the_end_is_whole,
     c57_a_disk_does_not_become_a_file,
@@ -60,11 +62,50 @@ fn c26_a_file_opened_to_append_takes_every_write_at_its_end() {
         let mut expected = pattern(0, 10);
         for (pos, len) in [(0, BLOCK), (5, 3), (1 << 40, BLOCK - 13), (0, 2 * BLOCK), (BLOCK, 1)] {
             let bytes = pattern(pos + 3, len);
-            let done = crate::rig::Api::write(&mut rig, pos, &bytes, Flags::NONE);
+            let done = Api::write(&mut rig, pos, &bytes, Flags::NONE);
             assert_eq!(done, Ok(len), "{}", rig.case.label);
             expected.extend(bytes);
         }
         assert!(fs::read(&rig.image.path).unwrap() == expected, "{}", rig.case.label);
+    }
+}
+
+/// The kernel fails a direct read that finds space reserved behind the end.
+fn c19_a_read_of_a_file_that_fails_is_made_again_up_to_the_present_end() {
+    for case in cases(&REAL) {
+        let image = Image::new(64 * KIB, Content::Data);
+        let disk = open(&image, &case);
+        let Some(mut rig) = Rig::on(&case, image, disk) else { continue };
+        // The size that the handle has seen is out of date.
+        buffered(&rig.image.path).set_len(10_000).unwrap();
+        for errno in [libc::EIO, libc::EPERM] {
+            rig.script.on_reap(move |_, _| -errno);
+            for (pos, len) in [(0, 32 * KIB), (8192, 8192), (5, 20_000)] {
+                let read = Api::read(&mut rig, pos, len);
+                let has_failed = !rig.script.take_pushed().is_empty() && errno != libc::EIO;
+                let expected =
+                    if has_failed { Err(errno) } else { Ok(pattern(pos, (10_000 - pos).min(len))) };
+                assert!(read == expected, "{errno} {pos} {len} {}", rig.case.label);
+            }
+        }
+    }
+}
+
+fn c36_a_nowait_write_that_would_extend_a_file_is_eagain_or_whole() {
+    for case in cases(&REAL) {
+        let image = Image::new(0, Content::Hole);
+        let disk = open(&image, &case);
+        let Some(mut rig) = Rig::on(&case, image, disk) else { continue };
+        for len in [BLOCK, 100, 16 * KIB] {
+            let size = rig.disk.size();
+            // A file system may extend a file without waiting, or refuse because it has no such writes.
+            let expected = match Api::write(&mut rig, size, &pattern(0, len), Flags::NOWAIT) {
+                Err(libc::EAGAIN | libc::EOPNOTSUPP) => size,
+                done => size + done.unwrap(),
+            };
+            assert_eq!(rig.disk.size(), expected, "{len} {}", rig.case.label);
+            assert!(expected == size || expected == size + len, "{len} {}", rig.case.label);
+        }
     }
 }
 
