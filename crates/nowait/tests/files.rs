@@ -253,6 +253,53 @@ fn c26_appends_of_several_handles_and_tasks_are_each_in_one_piece() {
     });
 }
 
+/// In the environment of another process: the path of its file, and the byte of its records.
+const OTHER: &str = "NOWAIT_TEST_APPENDING_PROCESS";
+const OTHER_RECORDS: usize = 100;
+
+/// The other process of a test; without its variable it has nothing to do.
+#[test]
+fn the_appending_process() {
+    let Ok(what) = std::env::var(OTHER) else { return };
+    let (byte, path) = what.split_once(' ').unwrap();
+    let byte: u8 = byte.parse().unwrap();
+    let file = BlockingFile::open(Path::new(path), OpenOptions::new()).unwrap();
+    for record in 0..OTHER_RECORDS {
+        let record = vec![byte; [4096, 100, 8192][record % 3]];
+        let pos = file.append(&record, Flags::NONE).unwrap();
+        let mut back = vec![0; record.len()];
+        assert_eq!(file.read_at(&mut back, pos), Ok(record.len()));
+        assert!(back == record, "its own record, at {pos}");
+    }
+}
+
+#[test]
+fn c26_appends_of_several_processes_are_each_in_one_piece() {
+    on_each_file_system(Path::new(HERE), |directory, system| {
+        let path = directory.join("log");
+        fs::File::create(&path).unwrap();
+        let processes: Vec<_> = (1..=3)
+            .map(|byte| {
+                let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+                child.args(["--exact", "the_appending_process", "--nocapture"]);
+                child.env(OTHER, format!("{byte} {}", path.display()));
+                nowait_testkit::ends_with_test(&mut child);
+                child.stdout(std::process::Stdio::piped()).spawn().unwrap()
+            })
+            .collect();
+        for process in processes {
+            let output = process.wait_with_output().unwrap();
+            assert!(output.status.success(), "{system}: {output:?}");
+        }
+        let bytes = fs::read(&path).unwrap();
+        for byte in 1..=3 {
+            let count = bytes.iter().filter(|found| **found == byte).count();
+            let records = (0..OTHER_RECORDS).map(|record| [4096, 100, 8192][record % 3]);
+            assert_eq!(count, records.sum::<usize>(), "{system}");
+        }
+    });
+}
+
 #[test]
 fn one_engine_extends_several_files_beside_a_disk() {
     let dir = tempfile::tempdir_in(HERE).unwrap();

@@ -1,7 +1,9 @@
 //! A device that grows while it is in use: what is new reads as zeros and takes writes, what was
 //! there stays, and no cached hole hides bytes that others have written.
 
-use nowait::{AllocationCache, BlockDevice, BlockingFile, Flags, OpenOptions};
+use nowait::{
+    AllocationCache, AsyncFile, BlockDevice, BlockingFile, Flags, LocalAsyncFile, OpenOptions,
+};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -73,4 +75,17 @@ fn a_device_grows_neither_backwards_nor_read_only() {
     assert_eq!(errno(&device(file.path(), false), MIB), libc::EINVAL);
     assert_eq!(errno(&device(file.path(), true), 3 * MIB), libc::EROFS);
     assert_eq!(file.as_file().metadata().unwrap().len(), 2 * MIB);
+}
+
+#[test]
+fn a_device_that_has_grown_has_its_new_size_in_every_api() {
+    let file = file_of(MIB);
+    let device = device(file.path(), false);
+    let blocking = BlockingFile::new(device.clone());
+    let local = LocalAsyncFile::new(device.clone()).unwrap();
+    let shared = AsyncFile::new(device.clone()).unwrap();
+    let sizes = || [blocking.size(), local.size(), shared.size()];
+    assert_eq!(sizes(), [MIB; 3]);
+    device.grow(2 * MIB).unwrap();
+    assert_eq!(sizes(), [2 * MIB; 3]);
 }

@@ -278,7 +278,7 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
     }
 
     /// Whether storage can be deallocated, and zeros made without writing them; probed once at
-    /// open.
+    /// open. Of a file that grows it is assumed: a probe behind its end could meet what others write.
     #[must_use]
     pub fn supports_punch_hole(&self) -> bool {
         !self.read_only && self.primary.properties().punch_hole

@@ -174,7 +174,7 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
     ///
     /// # Errors
     /// The errno of linkat(2): `EEXIST` if the name is taken, `ENOENT` for a file whose names were all
-    /// removed; `EOPNOTSUPP` if the device was opened as a disk.
+    /// removed, and where /proc is not mounted; `EOPNOTSUPP` if the device was opened as a disk.
     pub fn link(&self, path: &Path) -> Result<(), Error> {
         self.as_file()?.link(path)
     }
