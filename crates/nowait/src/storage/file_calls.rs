@@ -40,7 +40,7 @@ const FILE_OFFSET: u64 = u64::MAX;
 impl FileStorage {
     /// Writes all of `data` at the end of the file, wherever that is when it is written, and returns
     /// the position of the first byte. The cursor is advanced by the bytes written. The page cache takes
-    /// them: file systems let two direct appends go to the same place (XFS, which locks for readers).
+    /// them: direct appends of several descriptors may go to the same place (XFS).
     ///
     /// # Errors
     /// The errno of pwritev2(2); a part of the data may then be at the end of the file. `EIO` if
