@@ -116,6 +116,7 @@ impl RunningServer {
                 .collect(),
             limits: status.limits.into(),
             connection_limits: status.client_limits.into(),
+            weight: status.weight,
             name: status.name,
             description: status.description,
             ..ExportInfo::default()
@@ -135,10 +136,11 @@ impl RunningServer {
         let state = |served: &ServedDisk| {
             let OpenedDisk { named, image, options, description, .. } = &served.disk;
             let changes = self.exports.changes_of(served.id);
-            let changes = changes.map(|(limits, client_limits, read_only)| PatchExport {
-                limits: Some(limits.into()),
-                connection_limits: Some(client_limits.into()),
-                read_only: Some(read_only).filter(|read_only| *read_only),
+            let changes = changes.map(|changes| PatchExport {
+                limits: Some(changes.limits.into()),
+                connection_limits: Some(changes.client_limits.into()),
+                weight: Some(changes.weight).filter(|weight| *weight != Exports::DEFAULT_WEIGHT),
+                read_only: Some(changes.read_only).filter(|read_only| *read_only),
                 ..PatchExport::default()
             });
             ExportState {
@@ -186,6 +188,9 @@ impl RunningServer {
         if !limits.into_iter().flatten().all(|limits| Limits::from(limits).is_valid()) {
             let why = "a limit has a size of at least 1 and a refill_time of 1 to 86400000";
             return Err(ControlError::Invalid(why.into()));
+        }
+        if change.weight.is_some_and(|weight| !Exports::WEIGHTS.contains(&weight)) {
+            return Err(ControlError::Invalid("a weight is 1 to 10000".into()));
         }
         let disks = self.disks.lock();
         let image = disks.iter().find(|served| served.id == id).map(|served| &served.disk.image);

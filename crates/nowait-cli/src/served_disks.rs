@@ -16,8 +16,8 @@ pub(crate) struct ServedDisk {
     pub(crate) places: Vec<String>,
 }
 
-/// Makes those changes of export `id` for which no image is opened: its limits, and whether changes are
-/// refused.
+/// Makes those changes of export `id` for which no image is opened: its limits, its weight, and whether
+/// changes are refused.
 ///
 /// # Errors
 /// There is no such export; its image was opened for reading only; a limit is not valid.
@@ -31,6 +31,9 @@ pub(crate) fn change_settings(
     }
     if let Some(limits) = change.connection_limits {
         exports.set_client_limits(id, limits.into())?;
+    }
+    if let Some(weight) = change.weight {
+        exports.set_weight(id, weight)?;
     }
     change.read_only.map_or(Ok(()), |read_only| exports.set_read_only(id, read_only))
 }

@@ -228,6 +228,10 @@ pub struct ExportInfo {
     /// What each of its clients may do beside that.
     #[serde(default)]
     pub connection_limits: LimitsInfo,
+    /// Its share of a thread beside other exports that always have much to move, 1 to 10000; 100 unless
+    /// it was changed.
+    #[serde(default)]
+    pub weight: u32,
 }
 
 /// Limits of an export, or of each of its clients; a limit that is absent does not hold.
@@ -476,6 +480,9 @@ pub struct PatchExport {
     /// The same for each client.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub connection_limits: Option<LimitsInfo>,
+    /// The new share beside other exports, 1 to 10000.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weight: Option<u32>,
     /// Whether changes are refused from the next request on. An image that was opened for reading only
     /// stays read-only.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -169,6 +169,7 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
         size_bytes: Some(1),
         limits: Some(limits),
         connection_limits: Some(limits),
+        weight: Some(1),
         read_only: Some(true),
     };
     let bucket = BucketInfo { below_seconds: Some(1.0), requests: 1 };

@@ -21,11 +21,13 @@ use nowait::{
 };
 
 use crate::export::result;
+use crate::fairness::NO_EXPORT;
 use crate::frontend::Frontend;
 use crate::injected_bug::{ServerBug, injected};
 use crate::latency::TIMED;
 use crate::loop_context::{DiskEngine, LoopContext, TOKEN_BITS};
 use crate::served_export::Unused;
+use crate::shared_export::DEFAULT_WEIGHT;
 use crate::slow_requests::KEY_MASK;
 use crate::thread_handle::ThreadHandle;
 use crate::threads::{Shared, ThreadContext};
@@ -364,12 +366,16 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         any
     }
 
-    /// Services bulk members round robin until they have moved one quantum together.
+    /// Services bulk members by turns until they have moved one quantum together.
     fn service_bulk(&mut self) {
         let mut left = self.context.quantum;
         for _ in 0..self.context.run_queues.bulk.len() {
-            let Some(member) = self.context.run_queues.bulk.pop_front() else { return };
+            let Some(member) = self.context.run_queues.bulk.pop() else { return };
+            let export = self.frontend.member(member).map_or(NO_EXPORT, |state| state.export);
             let moved = self.service(member);
+            let served = self.context.exports.get(export);
+            let weight = served.map_or(DEFAULT_WEIGHT, |served| served.shared.weight());
+            self.context.run_queues.bulk.serviced(moved, weight);
             if moved >= left {
                 return;
             }

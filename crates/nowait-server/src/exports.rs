@@ -3,6 +3,7 @@
 //! Invariant: nothing here waits for a serving thread for long, but [`Exports::remove`] with its
 //! timeout.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -15,6 +16,7 @@ use crate::net::connection_limit::ConnectionStatus;
 use crate::net::listener::Listener;
 use crate::rate_limit::{Limits, SharedLimits};
 use crate::registered_export::RegisteredExport;
+use crate::shared_export::{DEFAULT_WEIGHT, WEIGHTS};
 use crate::statistics::{FrontendKind, FrontendTotals};
 use crate::threads::Shared;
 use crate::threads::pause::{PausedExport, PausedServer};
@@ -55,6 +57,8 @@ pub struct ExportStatus {
     pub limits: Limits,
     /// What each of its clients may do.
     pub client_limits: Limits,
+    /// Its share of a thread beside other exports, 1 to 10000.
+    pub weight: u32,
 }
 
 impl ExportStatus {
@@ -76,8 +80,22 @@ impl ExportStatus {
             },
             limits: registered.limits.get(),
             client_limits: registered.limits.of_clients(),
+            weight: registered.weight(),
         }
     }
+}
+
+/// What can be changed of an export while it is served.
+#[derive(Clone, Copy, Debug)]
+pub struct ExportChanges {
+    /// What it may do.
+    pub limits: Limits,
+    /// What each of its clients may do.
+    pub client_limits: Limits,
+    /// Its share of a thread beside other exports.
+    pub weight: u32,
+    /// Whether changes are refused.
+    pub read_only: bool,
 }
 
 /// The exports of a server, from any thread.
@@ -85,6 +103,11 @@ impl ExportStatus {
 pub struct Exports(pub(crate) Arc<Shared>);
 
 impl Exports {
+    /// The weight with which each export begins.
+    pub const DEFAULT_WEIGHT: u32 = DEFAULT_WEIGHT;
+    /// Weights that an export may have.
+    pub const WEIGHTS: RangeInclusive<u32> = WEIGHTS;
+
     /// The ids and the names of the exports that clients can choose; the default export is the first.
     #[must_use]
     pub fn list(&self) -> Vec<(ExportId, String)> {
@@ -126,13 +149,16 @@ impl Exports {
         self.0.registry.served_export(ExportId(number)).map(|export| export.id)
     }
 
-    /// What was changed of an export, without a wait: its limits, those of each client, and whether
-    /// changes are refused. `None` if clients cannot choose it.
+    /// What was changed of an export, without a wait. `None` if clients cannot choose it.
     #[must_use]
-    pub fn changes_of(&self, id: ExportId) -> Option<(Limits, Limits, bool)> {
+    pub fn changes_of(&self, id: ExportId) -> Option<ExportChanges> {
         let export = self.0.registry.served_export(id)?;
-        let limits = &export.limits;
-        Some((limits.get(), limits.of_clients(), export.export().is_read_only()))
+        Some(ExportChanges {
+            limits: export.limits.get(),
+            client_limits: export.limits.of_clients(),
+            weight: export.weight(),
+            read_only: export.export().is_read_only(),
+        })
     }
 
     /// The connections of clients, in the order of their acceptance.
@@ -280,6 +306,18 @@ impl Exports {
         set(&export.limits, limits);
         self.0.review_exports();
         Ok(())
+    }
+
+    /// Gives an export another weight, 1 to 10000: beside other exports on a thread that always have much
+    /// to move, it moves bytes in proportion to it. Each begins with 100.
+    ///
+    /// # Errors
+    /// `ENOENT`: there is no such export. `EINVAL`: it is another number.
+    pub fn set_weight(&self, id: ExportId, weight: u32) -> Result<(), Error> {
+        match self.0.registered(id)?.set_weight(weight) {
+            true => Ok(()),
+            false => Err(Error::new(libc::EINVAL, Operation::SetUp)),
+        }
     }
 
     /// Makes the completed writes of an export durable (C49). Blocks.

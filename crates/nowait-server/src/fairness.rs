@@ -2,13 +2,13 @@
 //! connection is serviced first.
 //!
 //! Invariant: an interactive connection waits for at most one quantum of bulk traffic. Bulk
-//! connections are served round robin.
+//! connections take turns, those of each export by its weight.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use nowait::{Op, Request};
 
+use crate::bulk_queues::BulkQueues;
 use crate::rate_limit::{ClientBuckets, Tokens};
 use crate::shared_export::ExportUse;
 
@@ -186,8 +186,8 @@ impl Member {
 pub(crate) struct RunQueues {
     /// Interactive members: all are serviced in each iteration.
     pub(crate) interactive: Vec<usize>,
-    /// Bulk members; the one that has waited longest comes first.
-    pub(crate) bulk: VecDeque<usize>,
+    /// Bulk members, which take turns by the weights of their exports.
+    pub(crate) bulk: BulkQueues,
     /// An empty list that keeps its memory.
     spare: Vec<usize>,
 }
@@ -199,7 +199,7 @@ impl RunQueues {
             return;
         }
         match member.quantum.is_bulk() {
-            true => self.bulk.push_back(number),
+            true => self.bulk.push(member.export, number),
             false => self.interactive.push(number),
         }
     }
@@ -247,7 +247,13 @@ mod tests {
             // It is in one queue once.
             queues.schedule(number, &mut member);
         }
-        assert_eq!((queues.interactive, queues.bulk), (vec![2], VecDeque::from([1, 3])));
+        let RunQueues { interactive, mut bulk, .. } = queues;
+        let mut order = Vec::new();
+        while let Some(number) = bulk.pop() {
+            order.push(number);
+            bulk.serviced(1, 100);
+        }
+        assert_eq!((interactive, order), (vec![2], vec![1, 3]));
     }
 
     #[test]

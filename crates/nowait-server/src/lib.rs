@@ -16,6 +16,7 @@ mod rate_limit;
 mod statistics;
 mod export;
 mod shared_export;
+mod bulk_queues;
 mod fairness;
 mod throttle;
 mod injected_death;
@@ -42,7 +43,7 @@ mod server;
 
 pub use any_export::AnyExport;
 pub use export::{Export, ExportId};
-pub use exports::{ExportStatus, Exports};
+pub use exports::{ExportChanges, ExportStatus, Exports};
 pub use latency::Latencies;
 pub use nbd::connection_state::{ConnectionState, SplitState};
 #[cfg(feature = "fuzz")]

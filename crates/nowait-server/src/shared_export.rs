@@ -3,7 +3,8 @@
 //! Invariant: a use of an export begins only while the export is neither paused nor removed, and is
 //! counted until it is dropped. An export that is neither used nor attached has no request in flight.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::ops::RangeInclusive;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -11,6 +12,11 @@ use crate::export::{Export, ExportId};
 use crate::locking::lock;
 use crate::rate_limit::SharedLimits;
 use crate::statistics::ExportStatistics;
+
+/// The weight of an export that has none set.
+pub(crate) const DEFAULT_WEIGHT: u32 = 100;
+/// Weights that an export may have.
+pub(crate) const WEIGHTS: RangeInclusive<u32> = 1..=10_000;
 
 /// The refusal of a use of an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +44,8 @@ pub(crate) struct SharedExport {
     export: RwLock<Arc<Export>>,
     pub(crate) statistics: ExportStatistics,
     pub(crate) limits: SharedLimits,
+    /// Its share of a thread beside other exports that move much, one of [`WEIGHTS`].
+    weight: AtomicU32,
     uses: Mutex<Uses>,
     /// Copies of the flags of `uses`, for the threads.
     is_paused: AtomicBool,
@@ -56,6 +64,7 @@ impl SharedExport {
             export: RwLock::new(export),
             statistics: ExportStatistics::default(),
             limits: SharedLimits::default(),
+            weight: AtomicU32::new(DEFAULT_WEIGHT),
             uses: Mutex::default(),
             is_paused: AtomicBool::new(false),
             is_removed: AtomicBool::new(false),
@@ -78,6 +87,21 @@ impl SharedExport {
             let _ = export.set_read_only(true);
         }
         *current = export;
+    }
+
+    /// Its share beside other exports, one of [`WEIGHTS`].
+    pub(crate) fn weight(&self) -> u32 {
+        self.weight.load(Ordering::Relaxed)
+    }
+
+    /// Has another share from the next service of a thread on. Returns false for one that is not in
+    /// [`WEIGHTS`].
+    pub(crate) fn set_weight(&self, weight: u32) -> bool {
+        let is_valid = WEIGHTS.contains(&weight);
+        if is_valid {
+            self.weight.store(weight, Ordering::Relaxed);
+        }
+        is_valid
     }
 
     /// Notes that the device has `size` bytes. Returns the size before, if it was another one.

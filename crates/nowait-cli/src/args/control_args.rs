@@ -322,6 +322,19 @@ pub(crate) enum ExportAction {
         #[command(flatten)]
         server: ServerArgs,
     },
+    /// Change the share of an export beside others on the same thread
+    ///
+    /// Exports that always have much to move share the serving threads by their weights, whatever numbers
+    /// of clients they have.
+    Weight {
+        /// Its name, or @ID
+        name: String,
+        /// 1 to 10000; each export begins with 100
+        #[arg(value_parser = clap::value_parser!(u32).range(1..=10_000))]
+        weight: u32,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
     /// Refuse changes of an export from the next request on, or no more
     ///
     /// Writes fail with EPERM, those of virtual machines with an I/O error. Clients are told that the

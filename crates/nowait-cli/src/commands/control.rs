@@ -127,6 +127,11 @@ pub(crate) fn export(command: &ExportCommand) -> Result<(), CliError> {
             };
             ask(server, limit, line)
         }
+        ExportAction::Weight { name, weight, server } => {
+            let change = PatchExport { weight: Some(*weight), ..PatchExport::default() };
+            let line = |export: &ExportInfo| format!("weight {}\n", export.weight);
+            ask(server, |client| client.change(name, &change), line)
+        }
         ExportAction::ReadOnly { name, read_only, server } => {
             let change = PatchExport { read_only: Some(*read_only), ..PatchExport::default() };
             tell(server, |client| client.change(name, &change).map(drop))

@@ -71,6 +71,26 @@ fn a_limit_that_is_not_named_stays_and_the_limits_are_shown_where_exports_are() 
 }
 
 #[test]
+fn the_weight_of_an_export_is_100_until_it_is_changed_and_stays_within_its_range() {
+    if !require_tool("curl") {
+        return;
+    }
+    let it = Controlled::start();
+    let weight = || it.json("GET", "/v1/exports/@0", None, 200)["weight"].clone();
+    assert_eq!(weight(), 100);
+    assert_eq!(it.nowait(&["export", "weight", "@0", "300"]).succeeds(), "weight 300\n");
+    assert_eq!(weight(), 300);
+    for wrong in [0, 10_001] {
+        it.json("PATCH", "/v1/exports/@0", Some(json!({"weight": wrong})), 400);
+    }
+    for right in [1, 10_000] {
+        it.json("PATCH", "/v1/exports/@0", Some(json!({"weight": right})), 200);
+        assert_eq!(weight(), right);
+    }
+    it.server.stop();
+}
+
+#[test]
 fn limits_of_each_client_can_be_given_when_the_server_starts() {
     let scratch = Scratch::new();
     let image = scratch.join("disk.img");
