@@ -320,9 +320,10 @@ fn writes_that_never_end_on_many_exports_hold_up_no_client_of_any_export() {
         }
     }
     assert!(server.peak() < GREEDY_BYTES + 64 * MIB, "{} bytes", server.peak());
-    // It needs more than the guarantees leave: the server disconnects some of those that never end.
+    // Beside other clients of their threads the writes hold a fragment each: there is memory for the
+    // longest read, and none of them is disconnected for it.
     connect(0).read(0, LONGEST_BYTES as u32).expect("the longest read");
-    assert!(server.log().contains("keeps memory that others wait for"), "{}", server.log());
+    assert!(!server.log().contains("keeps memory that others wait for"), "{}", server.log());
     drop(unfinished);
     server.stop();
 }
