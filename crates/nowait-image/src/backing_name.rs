@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{ImageError, argument, plain};
 use crate::file_name::plain_name;
-use crate::format::Format;
+use crate::formats::format::Format;
 use crate::image_file::{ImageFile, Opening};
 use crate::named_storages::NamedStorages;
 use crate::path_policy::PathPolicy;

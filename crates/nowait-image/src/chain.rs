@@ -14,16 +14,17 @@ use nowait::{Direct, Storage};
 
 use crate::backing_name::OpenedBacking;
 use crate::error::ImageError;
-use crate::format::{Format, signature_of};
+use crate::formats::format::{Format, signature_of};
+use crate::formats::qcow2::header::Header;
+use crate::formats::signature;
+use crate::formats::signature::Signature;
 use crate::handed_over::HandedOver;
 use crate::image_file::{FileId, ImageFile, NO_MEDIUM, Opening};
 use crate::lock::{Access, LockError};
 use crate::named_storages::NamedStorages;
 use crate::path_policy::PathPolicy;
-use crate::qcow2::header::Header;
-use crate::signature::Signature;
 use crate::warning::Warning;
-use crate::{base_version, lock, lock_holder, signature};
+use crate::{base_version, lock, lock_holder};
 
 /// Most images in a chain. QEMU has no limit; each takes a descriptor here.
 pub const MAX_LAYERS: usize = 64;

@@ -14,12 +14,12 @@ use nowait::{
 
 use crate::chain::{Chain, ChainOptions, Layer, Locking};
 use crate::error::ImageError;
-use crate::format::Format;
+use crate::formats::format::Format;
+use crate::formats::qcow2::header::MAGIC;
+use crate::formats::signature::{Signature, mark_raw};
 use crate::image_file::{FileId, ImageFile};
 use crate::lock::LockError;
-use crate::qcow2::header::MAGIC;
 use crate::qcow2_disk::{self, OpenImage, Qcow2Map, ServeOptions};
-use crate::signature::{Signature, mark_raw};
 use crate::warning::Warning;
 
 /// An open image: its device, and the locks on its files. To be dropped after the last request.

@@ -12,9 +12,9 @@ use std::{fmt, io};
 use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::drivers::CommonStorageHelper;
 
+use crate::formats::qcow2::encode::encode;
+use crate::formats::qcow2::header::{Header, INCOMPATIBLE_DATA_FILE};
 use crate::image_file::ImageFile;
-use crate::qcow2::encode::encode;
-use crate::qcow2::header::{Header, INCOMPATIBLE_DATA_FILE};
 
 /// One file, read by imago.
 #[derive(Debug)]

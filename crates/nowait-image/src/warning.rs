@@ -6,7 +6,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::signature::Signature;
+use crate::formats::signature::Signature;
 
 /// A warning about a file of an image.
 #[derive(Clone, Debug, PartialEq, Eq)]

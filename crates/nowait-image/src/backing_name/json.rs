@@ -9,8 +9,8 @@ use serde_json::{Map, Value};
 use crate::backing_name::nbd::Server;
 use crate::backing_name::{ParsedName, Place};
 use crate::file_name::plain_name;
-use crate::format::Format;
-use crate::qcow2::header::MAX_NAME_BYTES;
+use crate::formats::format::Format;
+use crate::formats::qcow2::header::MAX_NAME_BYTES;
 
 /// Most objects in each other.
 const MAX_DEPTH: usize = 4;

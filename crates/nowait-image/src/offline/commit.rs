@@ -9,15 +9,15 @@ use std::io;
 use crate::chain::{Chain, Layer, LayerFormat};
 use crate::chain_reader::ChainReader;
 use crate::error::{ImageError, os_message};
-use crate::format::Format;
+use crate::formats::format::Format;
+use crate::formats::qcow2::entries::Cluster;
+use crate::formats::qcow2::header::Header;
+use crate::formats::qcow2::lookup::Tables;
+use crate::formats::signature::{PROBE_BYTES, settle_raw};
 use crate::image_file::ImageFile;
 use crate::offline::editor::{Editor, check_editable};
 use crate::offline::make_empty::make_empty;
 use crate::offline::resize;
-use crate::qcow2::entries::Cluster;
-use crate::qcow2::header::Header;
-use crate::qcow2::lookup::Tables;
-use crate::signature::{PROBE_BYTES, settle_raw};
 
 /// Most bytes that are read and written at once.
 const PIECE_BYTES: u64 = 1 << 20;

@@ -14,16 +14,16 @@ use crate::atomic_file::{AtomicFile, OverwritePolicy};
 use crate::base_version;
 use crate::chain::{Chain, ChainOptions, Locking};
 use crate::error::{ImageError, create_message};
-use crate::format::Format;
+use crate::formats::format::Format;
+use crate::formats::qcow2::encode::encode;
+use crate::formats::qcow2::entries::with_copied;
+use crate::formats::qcow2::header::{BackingName, Header, MAX_NAME_BYTES};
+use crate::formats::qcow2::layout;
+use crate::formats::qcow2::layout::{RefcountLayout, SECTOR_BYTES, write_numbers};
 use crate::image_file::ImageFile;
 use crate::named_storages::NamedStorages;
-use crate::qcow2::encode::encode;
-use crate::qcow2::entries::with_copied;
-use crate::qcow2::header::{BackingName, Header, MAX_NAME_BYTES};
-use crate::qcow2::layout;
-use crate::qcow2::layout::{RefcountLayout, SECTOR_BYTES, write_numbers};
 
-pub use crate::qcow2::layout::{CLUSTER_BYTES, DEFAULT_CLUSTER_BYTES};
+pub use crate::formats::qcow2::layout::{CLUSTER_BYTES, DEFAULT_CLUSTER_BYTES};
 
 /// The parts of an image that are allocated when it is created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

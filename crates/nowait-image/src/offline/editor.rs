@@ -16,13 +16,13 @@ use std::ops::Range;
 
 use crate::chain::{Layer, LayerFormat};
 use crate::error::ImageError;
+use crate::formats::qcow2::entries::{BadEntry, Cluster, L1Entry, ZERO, with_copied};
+use crate::formats::qcow2::header::{Header, MAX_L1_BYTES};
+use crate::formats::qcow2::layout;
+use crate::formats::qcow2::lookup::read_table;
 use crate::image_file::ImageFile;
 use crate::offline::check;
 use crate::offline::offline_allocator::RefcountAllocator;
-use crate::qcow2::entries::{BadEntry, Cluster, L1Entry, ZERO, with_copied};
-use crate::qcow2::header::{Header, MAX_L1_BYTES};
-use crate::qcow2::layout;
-use crate::qcow2::lookup::read_table;
 
 /// Bytes of new data and of tables after which a batch is committed; small in tests, so that these
 /// have several batches.
@@ -293,7 +293,7 @@ impl<'a> Editor<'a> {
     }
 
     /// Defers the free of the shared clusters that no entry names any more. While one does, the
-    /// refcount stays as it is: at 1, an entry without [`COPIED`](crate::qcow2::entries::COPIED)
+    /// refcount stays as it is: at 1, an entry without [`COPIED`](crate::formats::qcow2::entries::COPIED)
     /// would be a corruption.
     fn free_shared(&mut self) -> io::Result<()> {
         for (cluster, pointers) in std::mem::take(&mut self.shared) {

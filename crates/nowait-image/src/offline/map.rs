@@ -8,12 +8,12 @@ use std::io::{self, Write};
 
 use crate::chain::{Chain, Layer, LayerFormat};
 use crate::error::{ImageError, plain};
+use crate::formats::qcow2::entries::Cluster;
+use crate::formats::qcow2::header::Header;
+use crate::formats::qcow2::layout::SECTOR_BYTES;
+use crate::formats::qcow2::lookup::Tables;
+use crate::formats::qcow2::refcounts::Refcounts;
 use crate::image_file::ImageFile;
-use crate::qcow2::entries::Cluster;
-use crate::qcow2::header::Header;
-use crate::qcow2::layout::SECTOR_BYTES;
-use crate::qcow2::lookup::Tables;
-use crate::qcow2::refcounts::Refcounts;
 
 /// The output of `qemu-img map` for a disk of no bytes.
 const NO_BYTES: &[u8] = b"{ \"start\": 0, \"length\": 0, \"depth\": 0, \"present\": false, \

@@ -6,12 +6,12 @@
 use std::collections::BTreeMap;
 use std::io;
 
+use crate::formats::qcow2::entries::refcount_block;
+use crate::formats::qcow2::header::{Header, MAX_POS, MAX_REFCOUNT_TABLE_BYTES};
+use crate::formats::qcow2::layout;
+use crate::formats::qcow2::lookup::read_table;
+use crate::formats::qcow2::refcounts;
 use crate::image_file::ImageFile;
-use crate::qcow2::entries::refcount_block;
-use crate::qcow2::header::{Header, MAX_POS, MAX_REFCOUNT_TABLE_BYTES};
-use crate::qcow2::layout;
-use crate::qcow2::lookup::read_table;
-use crate::qcow2::refcounts;
 
 /// Most refcount blocks that stay in memory after a write.
 const MAX_CLEAN_BLOCKS: usize = 64;

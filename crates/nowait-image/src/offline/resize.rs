@@ -9,10 +9,10 @@ use std::io;
 use crate::chain::{Chain, Layer};
 use crate::chain_reader::ChainReader;
 use crate::error::ImageError;
-use crate::format::Format;
+use crate::formats::format::Format;
+use crate::formats::qcow2::entries::Cluster;
+use crate::formats::qcow2::layout::SECTOR_BYTES;
 use crate::offline::editor::Editor;
-use crate::qcow2::entries::Cluster;
-use crate::qcow2::layout::SECTOR_BYTES;
 
 /// Makes the disk of `chain`, which is open for writing, `size` bytes large; for a qcow2 image
 /// rounded up to a multiple of 512. Returns the new size.

@@ -7,9 +7,9 @@
 
 use nowait::{ByteRange, Error, Flags, IoBuffer, Operation, Storage, WriteCursor};
 
+use crate::formats::qcow2::entries::Cluster;
 use crate::injected_bug;
 use crate::injected_bug::ImageBug;
-use crate::qcow2::entries::Cluster;
 
 use crate::qcow2_disk::backing_chain::Mapping;
 use crate::qcow2_disk::backing_tables::{bytes_of, clusters_of};

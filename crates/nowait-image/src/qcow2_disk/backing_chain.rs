@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use nowait::{ByteRange, Error, IoBuffer, ReadCursor, Storage};
 
+use crate::formats::qcow2::entries::Cluster;
+use crate::formats::qcow2::header::Header;
 use crate::injected_bug;
 use crate::injected_bug::ImageBug;
-use crate::qcow2::entries::Cluster;
-use crate::qcow2::header::Header;
 
 use crate::qcow2_disk::backing_tables::{BackingTables, bytes_of, clusters_of, damaged};
 use crate::qcow2_disk::decompressed_cache;

@@ -8,10 +8,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use nowait::{Error, Operation};
 
+use crate::formats::qcow2::entries::{Cluster, L1Entry};
+use crate::formats::qcow2::header::{Header, be64};
+use crate::formats::qcow2::lookup::run_of;
 use crate::image_file::ImageFile;
-use crate::qcow2::entries::{Cluster, L1Entry};
-use crate::qcow2::header::{Header, be64};
-use crate::qcow2::lookup::run_of;
 
 use crate::qcow2_disk::read_ahead::near;
 
@@ -192,7 +192,7 @@ impl CachedBlocks {
 }
 
 /// The position of the table that an L1 entry points to, if any.
-fn table_pos(entry: Result<L1Entry, crate::qcow2::entries::BadEntry>) -> Option<u64> {
+fn table_pos(entry: Result<L1Entry, crate::formats::qcow2::entries::BadEntry>) -> Option<u64> {
     match entry {
         Ok(L1Entry::Table { pos, .. }) => Some(pos),
         _ => None,

@@ -5,9 +5,9 @@
 
 use std::collections::BTreeSet;
 
-use crate::qcow2::entries::{COPIED, Cluster, L1Entry, ZERO, with_copied};
-use crate::qcow2::header::{Header, be64};
-use crate::qcow2::lookup::run_of;
+use crate::formats::qcow2::entries::{COPIED, Cluster, L1Entry, ZERO, with_copied};
+use crate::formats::qcow2::header::{Header, be64};
+use crate::formats::qcow2::lookup::run_of;
 
 use crate::qcow2_disk::damage::{ClusterUse, Damage};
 use crate::qcow2_disk::metadata_cache::{MetadataCache, MetadataError, WriteOrder};

@@ -6,8 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use crate::qcow2::entries::{L1Entry, refcount_block};
-use crate::qcow2::header::Header;
+use crate::formats::qcow2::entries::{L1Entry, refcount_block};
+use crate::formats::qcow2::header::Header;
 
 use crate::qcow2_disk::damage::{ClusterUse, Damage};
 use crate::qcow2_disk::metadata_cache::MetadataError;

@@ -33,11 +33,11 @@ use nowait::{Alignment, BlockDevice, Direct, Error, FileStorage, OpenOptions, St
 
 use crate::chain::{Chain, Layer, LayerFormat};
 use crate::error::ImageError;
+use crate::formats::qcow2::header::Header;
+use crate::formats::qcow2::lookup::read_table;
 use crate::image_file::{FileId, ImageFile, NO_MEDIUM};
 use crate::lock::LockError;
 use crate::mounts::in_use;
-use crate::qcow2::header::Header;
-use crate::qcow2::lookup::read_table;
 
 pub use disk::Qcow2Map;
 #[cfg(feature = "sim")]

@@ -4,11 +4,11 @@
 //! refcount is lowered while the image is served. A cluster without a refcount block is free only
 //! behind all counted clusters or behind the end that the file had when it was opened.
 
+use crate::formats::qcow2::entries::refcount_block;
+use crate::formats::qcow2::header::{Header, MAX_POS, MAX_REFCOUNT_TABLE_BYTES};
+use crate::formats::qcow2::refcounts;
 use crate::injected_bug;
 use crate::injected_bug::ImageBug;
-use crate::qcow2::entries::refcount_block;
-use crate::qcow2::header::{Header, MAX_POS, MAX_REFCOUNT_TABLE_BYTES};
-use crate::qcow2::refcounts;
 
 use crate::qcow2_disk::damage::{ClusterUse, Damage};
 use crate::qcow2_disk::metadata_cache::{MetadataCache, MetadataError, WriteOrder};

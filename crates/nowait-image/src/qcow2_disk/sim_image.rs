@@ -5,9 +5,9 @@
 
 use crate::chain::Chain;
 use crate::error::ImageError;
+use crate::formats::qcow2::header::{BackingName, Header};
 use crate::image_file::ImageFile;
 use crate::offline::create;
-use crate::qcow2::header::{BackingName, Header};
 use crate::qcow2_disk::{OpenImage, Opened, ServeOptions, open_all};
 
 /// Opens the top image of `chain`, which is simulated. Its file grows to multiples of `step` bytes.

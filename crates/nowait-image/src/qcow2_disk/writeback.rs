@@ -15,10 +15,10 @@ use nowait::{
 };
 use tracing::error;
 
+use crate::formats::qcow2::entries::Cluster;
 use crate::image_file::ImageFile;
 use crate::injected_bug;
 use crate::injected_bug::ImageBug;
-use crate::qcow2::entries::Cluster;
 
 use crate::qcow2_disk::damage::Damage;
 use crate::qcow2_disk::metadata::Metadata;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use crate::chain::{Chain, ChainOptions, LayerFormat, Locking};
 use crate::chain_reader::ChainReader;
-use crate::format::Format;
+use crate::formats::format::Format;
 use crate::offline::check::check;
 use crate::offline::commit::{Overlay, commit};
 use crate::offline::create::{CreateOptions, create};

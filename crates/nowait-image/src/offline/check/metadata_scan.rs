@@ -6,12 +6,12 @@
 use std::collections::BTreeSet;
 use std::io;
 
+use crate::formats::qcow2::bitmaps;
+use crate::formats::qcow2::entries::{Cluster, L1Entry, refcount_block};
+use crate::formats::qcow2::header::{Header, MAX_POS, be32, be64};
+use crate::formats::qcow2::lookup::read_table;
 use crate::image_file::ImageFile;
 use crate::offline::check::recount::RecountedClusters;
-use crate::qcow2::bitmaps;
-use crate::qcow2::entries::{Cluster, L1Entry, refcount_block};
-use crate::qcow2::header::{Header, MAX_POS, be32, be64};
-use crate::qcow2::lookup::read_table;
 
 /// Limits on the bytes and entries that a list of snapshots or bitmaps makes the scan read
 /// (block/qcow2.h, `QCOW_MAX_SNAPSHOTS_SIZE`, `QCOW_MAX_L1_SIZE`, `BME_MAX_TABLE_SIZE`).

@@ -13,12 +13,12 @@ use std::io;
 
 use crate::chain::{Chain, LayerFormat};
 use crate::error::ImageError;
+use crate::formats::qcow2::entries::{COPIED, Cluster, L1Entry};
+use crate::formats::qcow2::header::Header;
+use crate::formats::qcow2::lookup::read_table;
+use crate::formats::qcow2::refcounts;
+use crate::formats::qcow2::refcounts::Refcounts;
 use crate::image_file::ImageFile;
-use crate::qcow2::entries::{COPIED, Cluster, L1Entry};
-use crate::qcow2::header::Header;
-use crate::qcow2::lookup::read_table;
-use crate::qcow2::refcounts;
-use crate::qcow2::refcounts::Refcounts;
 use metadata_scan::{Progress, ScanTotals};
 use recount::{GROUP_CLUSTERS, RecountedClusters};
 

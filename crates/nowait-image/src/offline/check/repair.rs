@@ -9,13 +9,13 @@ use std::io;
 
 use crate::chain::{Chain, LayerFormat};
 use crate::error::ImageError;
+use crate::formats::qcow2::entries::refcount_block;
+use crate::formats::qcow2::header::Header;
+use crate::formats::qcow2::lookup::read_table;
+use crate::formats::qcow2::refcounts;
 use crate::image_file::ImageFile;
 use crate::offline::check::metadata_scan::Progress;
 use crate::offline::check::{Findings, MAX_FINDINGS, RefcountMismatch, Report, find};
-use crate::qcow2::entries::refcount_block;
-use crate::qcow2::header::Header;
-use crate::qcow2::lookup::read_table;
-use crate::qcow2::refcounts;
 
 /// Most rounds: each one finds what was beyond [`MAX_FINDINGS`] in the one before.
 const MAX_ROUNDS: usize = 64;

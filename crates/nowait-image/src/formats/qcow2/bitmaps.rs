@@ -7,8 +7,8 @@
 use std::io;
 
 use crate::error::ImageError;
+use crate::formats::qcow2::header::{BitmapDirectory, Header, MAX_POS, be32, be64};
 use crate::image_file::ImageFile;
-use crate::qcow2::header::{BitmapDirectory, Header, MAX_POS, be32, be64};
 
 const ENTRY_BYTES: usize = 24;
 const FLAG_IN_USE: u32 = 1 << 0;

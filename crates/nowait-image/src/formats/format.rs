@@ -3,9 +3,9 @@
 //! Invariant: a format is guessed only by qcow2's own first bytes, and never for a block device.
 
 use crate::error::ImageError;
+use crate::formats::signature;
+use crate::formats::signature::Signature;
 use crate::image_file::ImageFile;
-use crate::signature;
-use crate::signature::Signature;
 
 /// The format of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

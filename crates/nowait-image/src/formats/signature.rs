@@ -13,8 +13,8 @@ use std::os::fd::AsFd;
 
 use rustix::fs::XattrFlags;
 
+use crate::formats::qcow2::header::MAGIC;
 use crate::image_file::ImageFile;
-use crate::qcow2::header::MAGIC;
 
 /// The signatures of all formats lie in this many first bytes.
 pub const PROBE_BYTES: usize = 512;

@@ -4,8 +4,8 @@
 
 use std::io;
 
+use crate::formats::qcow2::header::{Header, MAX_L1_BYTES, MAX_REFCOUNT_TABLE_BYTES};
 use crate::image_file::ImageFile;
-use crate::qcow2::header::{Header, MAX_L1_BYTES, MAX_REFCOUNT_TABLE_BYTES};
 
 /// Default bytes of a cluster, as in QEMU.
 pub const DEFAULT_CLUSTER_BYTES: u64 = 64 << 10;

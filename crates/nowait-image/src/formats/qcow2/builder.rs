@@ -10,12 +10,12 @@ use std::io;
 
 use nowait::ByteRange;
 
+use crate::formats::qcow2::encode::encode;
+use crate::formats::qcow2::entries::with_copied;
+use crate::formats::qcow2::header::{Header, MAX_POS};
+use crate::formats::qcow2::layout;
+use crate::formats::qcow2::layout::{RefcountLayout, SECTOR_BYTES, write_numbers};
 use crate::image_file::ImageFile;
-use crate::qcow2::encode::encode;
-use crate::qcow2::entries::with_copied;
-use crate::qcow2::header::{Header, MAX_POS};
-use crate::qcow2::layout;
-use crate::qcow2::layout::{RefcountLayout, SECTOR_BYTES, write_numbers};
 
 /// An unfinished image: the header, the L1 table, then clusters with data in the order of their
 /// allocation, then all other tables.
@@ -157,7 +157,7 @@ mod tests {
     use super::*;
     use crate::chain::{Chain, ChainOptions};
     use crate::chain_reader::ChainReader;
-    use crate::format::Format;
+    use crate::formats::format::Format;
     use crate::offline::check::check;
 
     const KIB: u64 = 1024;

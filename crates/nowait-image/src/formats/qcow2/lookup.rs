@@ -6,9 +6,9 @@
 use std::io;
 
 use crate::error::ImageError;
+use crate::formats::qcow2::entries::{BadEntry, Cluster, L1Entry};
+use crate::formats::qcow2::header::{Header, be64};
 use crate::image_file::ImageFile;
-use crate::qcow2::entries::{BadEntry, Cluster, L1Entry};
-use crate::qcow2::header::{Header, be64};
 
 /// A table of eight-byte numbers at `pos`, `entries` long; zeros behind the end of the file.
 pub(crate) fn read_table(file: &ImageFile, pos: u64, entries: u64) -> io::Result<Vec<u64>> {

@@ -4,10 +4,10 @@
 
 use std::io;
 
+use crate::formats::qcow2::entries::refcount_block;
+use crate::formats::qcow2::header::Header;
+use crate::formats::qcow2::lookup::read_table;
 use crate::image_file::ImageFile;
-use crate::qcow2::entries::refcount_block;
-use crate::qcow2::header::Header;
-use crate::qcow2::lookup::read_table;
 
 /// Most blocks in the cache, for lookups in any order.
 const MAX_CACHED_BLOCKS: usize = 16;

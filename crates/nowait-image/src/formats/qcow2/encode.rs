@@ -5,7 +5,7 @@
 
 use std::os::unix::ffi::OsStrExt;
 
-use crate::qcow2::header::{EXTENSION_BACKING_FORMAT, Header, MAGIC, V3_BYTES};
+use crate::formats::qcow2::header::{EXTENSION_BACKING_FORMAT, Header, MAGIC, V3_BYTES};
 
 /// The fields of version 3, and padding to a multiple of 8.
 const FIELDS_BYTES: usize = 112;

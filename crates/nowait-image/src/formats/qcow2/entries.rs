@@ -3,7 +3,7 @@
 //! Invariant: a parsed position is a multiple of the cluster size and below 2^56, or the entry is
 //! an error; no entry makes a caller read or allocate more than two clusters.
 
-use crate::qcow2::header::Header;
+use crate::formats::qcow2::header::Header;
 
 pub(crate) const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
@@ -112,7 +112,7 @@ impl Cluster {
         let pos_bits = 62 - (header.cluster_bits - 8);
         let descriptor = value & (COMPRESSED - 1);
         let pos = descriptor & ((1 << pos_bits) - 1);
-        if pos >= crate::qcow2::header::MAX_POS {
+        if pos >= crate::formats::qcow2::header::MAX_POS {
             return Err(BadEntry::Reserved);
         }
         let sectors = (descriptor >> pos_bits) + 1;
@@ -122,7 +122,7 @@ impl Cluster {
 
 /// The position of the refcount block in an entry of the refcount table, if it has one.
 pub(crate) fn refcount_block(value: u64, header: &Header) -> Result<Option<u64>, BadEntry> {
-    if value & (SECTOR_BYTES - 1) != 0 || value >= crate::qcow2::header::MAX_POS {
+    if value & (SECTOR_BYTES - 1) != 0 || value >= crate::formats::qcow2::header::MAX_POS {
         return Err(BadEntry::Reserved);
     }
     if value & (header.cluster_bytes() - 1) != 0 {
