@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use crate::error::CliError;
 use crate::log;
 use crate::sandbox::{self, FileAccess};
-use nowait_image::Format;
 use nowait_nbd::{Address, TlsParams};
 use nowait_remote::Location;
 use nowait_server::UblkNode;
@@ -94,7 +93,7 @@ fn images(args: &ServeArgs, all: &[OpenedDisk], files: &mut FileAccess) {
             false => files.write(image),
         }
         // And the images below it, which may be beside it.
-        if opened.image.format() == Format::Qcow2 {
+        if !opened.image.format().is_raw() {
             files.read(directory_of(image));
         }
         opened.options.backing_dirs.iter().for_each(|directory| files.read(directory));
@@ -217,6 +216,7 @@ fn renewed_directory(directory: &Path, files: &mut FileAccess) {
 #[cfg(test)]
 #[cfg(all(feature = "object-stores", feature = "control"))]
 mod tests {
+    use nowait_image::Format;
     use std::fs;
 
     use clap::Parser;

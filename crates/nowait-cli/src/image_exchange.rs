@@ -121,7 +121,7 @@ impl ImageExchange<'_> {
             return Err(conflict("it has the size that its server gives it"));
         }
         let is_device = fs::metadata(&named.image).is_ok_and(|meta| !meta.is_file());
-        if is_device || (format == Format::Raw && size > current) {
+        if is_device || (format.is_raw() && size > current) {
             return self.grow_in_place(size);
         }
         self.exports.flush(self.id).map_err(failed)?;

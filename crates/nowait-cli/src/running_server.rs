@@ -13,7 +13,7 @@ use nowait_control::{
     FrontendInfo, NbdServerInfo, PatchExport, ServerInfo, SnapshotReport, SnapshotRequest,
     StoreInfo, UpgradeReport, UpgradeRequest,
 };
-use nowait_image::{Format, NamedStorages};
+use nowait_image::{NamedStorages, formats};
 use nowait_remote::{LinkCounts, StoreCounts};
 use nowait_server::{AnyExport, ExportId, ExportStatus, Exports, Limits, Listener};
 use rustix::io::Errno;
@@ -148,7 +148,7 @@ impl RunningServer {
                 description: description.clone(),
                 image: named.full_name().into(),
                 format: options.format.map(|format| format.name().to_owned()),
-                settled_raw: options.format.is_none() && image.format() == Format::Raw,
+                settled_raw: options.format.is_none() && image.format().is_raw(),
                 read_only: !options.writable,
                 backing_dirs: options.backing_dirs.iter().map(|dir| dir.clone().into()).collect(),
                 backing: options.backing_storages.names().map(str::to_owned).collect(),
@@ -343,9 +343,13 @@ impl ControlledServer for RunningServer {
         let image = self.additions.allowed.image(&path)?;
         let format = match format.as_deref() {
             None => None,
-            Some("raw") => Some(Format::Raw),
-            Some("qcow2") => Some(Format::Qcow2),
-            Some(_) => return Err(ControlError::Invalid("the format is raw or qcow2".into())),
+            Some(name) => match formats::by_name(name) {
+                Some(format) => Some(format),
+                None => {
+                    let names = formats::names(false);
+                    return Err(ControlError::Invalid(format!("the formats are {names}")));
+                }
+            },
         };
         let _changing = self.begin_change()?;
         let identity = ImageIdentity::of(&image);

@@ -14,7 +14,7 @@ use nowait::{
     BlockDevice, BlockMap, ByteRange, Completion, Config, DeviceHandle, Engine, ExtentStatus,
     Flags, IoBuffer, IoQueue, IoSegment, Op, QueueKind, Request, WorkerPool,
 };
-use nowait_image::{Image, ImageFile, Qcow2Builder};
+use nowait_image::{Image, ImageBuilder, ImageFile};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use slab::Slab;
@@ -46,7 +46,7 @@ pub(crate) enum Content {
 /// A new qcow2 image whose file grows with the data, so that a limit on the size of files concerns
 /// only what is written.
 pub(crate) struct NewImage {
-    image: Box<Qcow2Builder>,
+    image: Box<dyn ImageBuilder>,
     /// The file behind the disk.
     file: ImageFile,
     /// Length of the file in bytes.
@@ -55,8 +55,8 @@ pub(crate) struct NewImage {
 
 impl NewImage {
     /// `image` in the empty `file`.
-    pub(crate) fn new(image: Qcow2Builder, file: ImageFile) -> Self {
-        Self { image: Box::new(image), file, len: 0 }
+    pub(crate) fn new(image: Box<dyn ImageBuilder>, file: ImageFile) -> Self {
+        Self { image, file, len: 0 }
     }
 
     /// Makes the file long enough for all allocated clusters, in whole blocks of `block` bytes. It

@@ -15,8 +15,8 @@ use nowait::{AllocationCache, BlockDevice, FileStorage, OpenOptions};
 use nowait_image::lock::{self, Access, LockError};
 use nowait_image::lock_holder;
 use nowait_image::{
-    AtomicFile, ChainOptions, Format, ImageFile, Locking, OverwritePolicy, PROBE_BYTES,
-    Qcow2Builder, Signature, settle_raw,
+    AtomicFile, ChainOptions, Format, ImageFile, Locking, OverwritePolicy, PROBE_BYTES, Signature,
+    settle_raw,
 };
 use rustix::io::Errno;
 
@@ -57,7 +57,7 @@ impl TargetKind {
         match self {
             Self::InPlace | Self::Object => Ok(()),
             Self::Replaced { file, format, .. } => {
-                if format.format == Format::Raw {
+                if format.format.is_raw() {
                     let mut first = [0; PROBE_BYTES];
                     file.file().read_at(0, &mut first).map_err(|error| os_message(&error))?;
                     let fd = file.file().fd().map_err(|error| os_message(&error))?;
@@ -71,9 +71,9 @@ impl TargetKind {
     /// Opens the complete target again for reading, if the endpoint that wrote it is write-only.
     pub(crate) fn reopened(&self, location: &Location) -> Result<Option<Box<dyn Endpoint>>, Error> {
         match self {
-            Self::Replaced { file, format, .. } if format.format == Format::Qcow2 => {
+            Self::Replaced { file, format, .. } if !format.format.is_raw() => {
                 let options = ChainOptions {
-                    format: Some(Format::Qcow2),
+                    format: Some(format.format),
                     locking: Locking::Unlocked,
                     ..ChainOptions::default()
                 };
@@ -163,7 +163,7 @@ impl TargetFormat {
         let Some(path) = location.path() else { return Ok(()) };
         let device = fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device());
         match Signature::of(first) {
-            Some(known) if self.format == Format::Raw && !self.given && !device => {
+            Some(known) if self.format.is_raw() && !self.given && !device => {
                 let what = format!(
                     "it would begin like {} and be taken for that (if it is to be raw, say so: \
                      -O raw)",
@@ -175,17 +175,17 @@ impl TargetFormat {
         }
     }
 
-    /// Refuses a qcow2 target that is not a file.
+    /// Refuses a target that is an image and not a file.
     fn check_in_place(self, location: &Location) -> Result<(), Error> {
-        match self.format {
-            Format::Raw => Ok(()),
-            Format::Qcow2 if matches!(location, Location::Object(_)) => {
-                let what = "a qcow2 image is made as a file only (and uploaded as it is by a second \
-                            copy, with -f raw)";
-                Err(Error::at(location, what))
-            }
-            Format::Qcow2 => Err(Error::at(location, "a qcow2 image is made as a file only")),
+        if self.format.is_raw() {
+            return Ok(());
         }
+        let upload = match location {
+            Location::Object(_) => " (and uploaded as it is by a second copy, with -f raw)",
+            _ => "",
+        };
+        let name = self.format.name();
+        Err(Error::at(location, format!("a {name} image is made as a file only{upload}")))
     }
 }
 
@@ -200,7 +200,7 @@ pub(crate) fn target(
     connecting: Connecting<'_>,
 ) -> Result<Target, Error> {
     let force = overwrite.force;
-    if format.format == Format::Raw && format.cluster_bytes.is_some() {
+    if format.format.is_raw() && format.cluster_bytes.is_some() {
         return Err(Error::at(location, "a raw image has no clusters (leave out --cluster-size)"));
     }
     let path = match location {
@@ -295,13 +295,10 @@ fn new_file(
     replaced: Option<File>,
 ) -> Result<Target, Error> {
     let failed = |what: String| Error::at(location, what);
-    let image = match format.format {
-        Format::Raw => None,
-        Format::Qcow2 => Some(Qcow2Builder::new(size, format.cluster_bytes).map_err(failed)?),
-    };
+    let image = format.format.builder(size, format.cluster_bytes).map_err(failed)?;
     let bytes = if image.is_some() { 0 } else { size };
     let file = AtomicFile::create(to, bytes, replaces).map_err(failed)?;
-    let disk_bytes = image.as_ref().map_or(size, Qcow2Builder::max_data_end);
+    let disk_bytes = image.as_ref().map_or(size, |image| image.max_data_end());
     let content = match image {
         None => Content::Raw,
         Some(image) => {

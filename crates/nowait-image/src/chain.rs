@@ -2,7 +2,7 @@
 //!
 //! Invariant: when a chain is open, every header in it was read and is supported, no file occurs
 //! twice, every file that was not requested for writing is open for reading only, and no file's bytes were
-//! changed. A format is guessed only for the first file, only by qcow2's own first bytes, and never
+//! changed. A format is guessed only for the first file, only by a format's own first bytes, and never
 //! for a block device.
 
 use std::ffi::OsStr;
@@ -14,12 +14,15 @@ use nowait::{Direct, Storage};
 
 use crate::backing_name::OpenedBacking;
 use crate::error::ImageError;
-use crate::formats::format::{Format, signature_of};
-use crate::formats::qcow2::header::Header;
+use crate::formats::driver::{OpenTerms, Opened, OtherFiles};
+use crate::formats::format::Format;
+use crate::formats::layer::Layer;
+use crate::formats::probe::signature_of;
 use crate::formats::signature;
 use crate::formats::signature::Signature;
+use crate::formats::table::{by_recorded_name, names};
 use crate::handed_over::HandedOver;
-use crate::image_file::{FileId, ImageFile, NO_MEDIUM, Opening};
+use crate::image_file::{FileId, ImageFile, Opening};
 use crate::lock::{Access, LockError};
 use crate::named_storages::NamedStorages;
 use crate::path_policy::PathPolicy;
@@ -38,6 +41,35 @@ pub enum Locking {
     Unlocked,
 }
 
+/// The reason for which an image is opened for writing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// Its disk is written to.
+    Write,
+    /// Its disk gets another size.
+    Resize,
+    /// Its metadata is repaired.
+    Repair,
+    /// Its data goes to the image below it.
+    Commit,
+}
+
+impl Purpose {
+    /// The refusal for an image of a format that is only read, to follow its name.
+    fn refusal(self, format: Format) -> String {
+        match self {
+            Self::Write => format!(
+                "a {} image is only read (say --read-only, put a qcow2 image on it with nowait create \
+                 --backing, or copy it to one)",
+                format.name()
+            ),
+            Self::Resize => format.cannot_be("resized"),
+            Self::Repair => format.cannot_be("repaired"),
+            Self::Commit => format.cannot_be("committed to"),
+        }
+    }
+}
+
 /// How to open an image.
 #[derive(Clone, Debug)]
 pub struct ChainOptions {
@@ -48,6 +80,8 @@ pub struct ChainOptions {
     pub settled_raw: bool,
     /// Whether the first file will be written to.
     pub writable: bool,
+    /// What it will be written to for.
+    pub purpose: Purpose,
     /// Whether the first file's backing file will be written to.
     pub backing_writable: bool,
     /// Whether a first file that is marked dirty or corrupt is accepted, for an inspection.
@@ -83,6 +117,7 @@ impl Default for ChainOptions {
             format: None,
             settled_raw: false,
             writable: false,
+            purpose: Purpose::Write,
             backing_writable: false,
             damaged: false,
             allow_mounted: false,
@@ -115,68 +150,6 @@ impl ChainOptions {
             (false, _) => Opening::ReadOnly,
             (true, false) => Opening::Exclusive,
             (true, true) => Opening::Shared,
-        }
-    }
-}
-
-/// The content of a layer of a chain.
-#[derive(Debug)]
-pub enum LayerFormat {
-    /// The disk's bytes.
-    Raw,
-    /// A header, and the data file where that is a separate one.
-    Qcow2 {
-        /// The parsed header.
-        header: Box<Header>,
-        /// The external data file.
-        data: Option<Arc<ImageFile>>,
-    },
-}
-
-/// One image of a chain.
-#[derive(Debug)]
-pub struct Layer {
-    /// The image's file.
-    pub file: Arc<ImageFile>,
-    /// The image's content.
-    pub content: LayerFormat,
-    /// Size of the disk in bytes.
-    pub size: u64,
-}
-
-impl Layer {
-    /// The format of the image.
-    #[must_use]
-    pub const fn format(&self) -> Format {
-        match self.content {
-            LayerFormat::Raw => Format::Raw,
-            LayerFormat::Qcow2 { .. } => Format::Qcow2,
-        }
-    }
-
-    /// The header, of a qcow2 image.
-    #[must_use]
-    pub fn header(&self) -> Option<&Header> {
-        match &self.content {
-            LayerFormat::Raw => None,
-            LayerFormat::Qcow2 { header, .. } => Some(header),
-        }
-    }
-
-    /// Its file and its data file.
-    fn files(&self) -> impl Iterator<Item = &Arc<ImageFile>> {
-        std::iter::once(&self.file).chain(match &self.content {
-            LayerFormat::Qcow2 { data, .. } => data.as_ref(),
-            LayerFormat::Raw => None,
-        })
-    }
-
-    /// The file with the data.
-    #[must_use]
-    pub const fn data_file(&self) -> &Arc<ImageFile> {
-        match &self.content {
-            LayerFormat::Qcow2 { data: Some(data), .. } => data,
-            _ => &self.file,
         }
     }
 }
@@ -374,68 +347,26 @@ impl Chain {
         let writable = options.writes(self.layers.len());
         self.lock(&file, writable, options)?;
         let settled = (top && options.settled_raw && format.is_none()).then_some(());
-        let is_qcow2 = || signature_of(&file).map(|found| found == Some(Signature::Qcow2));
+        let is_supported =
+            || signature_of(&file).map(|found| matches!(found, Some(Signature::Supported(_))));
         let format = match (format, settled) {
             (Some(format), _) => format,
-            (None, Some(())) if !is_qcow2()? => Format::Raw,
+            (None, Some(())) if !is_supported()? => Format::Raw,
             (None, _) => Format::probe(&file)?,
         };
-        let (content, size) = match format {
-            Format::Raw => {
-                let size =
-                    file.size().map_err(|e| ImageError::os(file.path(), "find its size", &e))?;
-                if size == 0 && file.is_block_device() {
-                    return Err(ImageError::refused(file.path(), NO_MEDIUM));
-                }
-                (LayerFormat::Raw, size)
-            }
-            Format::Qcow2 => {
-                let header = Header::read(&file)?;
-                let marked = header.is_dirty() || header.is_corrupt();
-                let supported = match top && options.damaged && marked {
-                    true => header.understood(),
-                    false => header.supported(writable),
-                };
-                let bytes =
-                    file.size().map_err(|e| ImageError::os(file.path(), "find its size", &e))?;
-                let fits = if top && options.damaged { Ok(()) } else { header.fits(bytes) };
-                let usable = supported.and(fits);
-                usable.map_err(|why| ImageError::refused(file.path(), why))?;
-                let data = self.open_data_file(&file, &header, writable, options, policy)?;
-                if header.is_corrupt() {
-                    self.warnings.push(Warning::MarkedCorrupt(file.path().to_owned()));
-                }
-                let size = header.size;
-                (LayerFormat::Qcow2 { header: Box::new(header), data }, size)
-            }
-        };
-        Ok(Layer { file: Arc::new(file), content, size })
-    }
-
-    fn open_data_file(
-        &mut self,
-        image: &ImageFile,
-        header: &Header,
-        writable: bool,
-        options: &ChainOptions,
-        policy: &PathPolicy,
-    ) -> Result<Option<Arc<ImageFile>>, ImageError> {
-        if !header.has_data_file() {
-            return Ok(None);
+        if writable && !format.driver().writable {
+            return Err(ImageError::refused(file.path(), options.purpose.refusal(format)));
         }
-        let Some(name) = &header.data_file else {
-            return Err(ImageError::refused(
-                image.path(),
-                "its data is in another file, whose name is not recorded",
-            ));
-        };
-        let data = policy.data_file(image.path(), name, options.opening(writable))?;
-        self.lock(&data, writable, options)?;
-        // A data file begins with a guest's bytes.
-        if writable && !data.is_block_device() && data.fd().and_then(signature::mark_raw).is_err() {
-            self.warnings.push(Warning::NotMarked(data.path().to_owned()));
+        let file = Arc::new(file);
+        let damaged = top && options.damaged;
+        let mut named = NamedFiles { chain: self, writable, options, policy };
+        let mut terms = OpenTerms { writable, damaged, files: &mut named };
+        let opened = (format.driver().open)(&file, &mut terms)?;
+        if opened.marked_corrupt {
+            self.warnings.push(Warning::MarkedCorrupt(file.path().to_owned()));
         }
-        Ok(Some(Arc::new(data)))
+        let Opened { content, size, data, .. } = opened;
+        Ok(Layer { file, size, format, data, content })
     }
 
     fn lock(
@@ -474,6 +405,27 @@ impl Chain {
     }
 }
 
+/// The files that the header of an image names beside the one below, opened under the rules of a chain.
+struct NamedFiles<'a> {
+    chain: &'a mut Chain,
+    writable: bool,
+    options: &'a ChainOptions,
+    policy: &'a PathPolicy,
+}
+
+impl OtherFiles for NamedFiles<'_> {
+    fn data_file(&mut self, image: &ImageFile, name: &OsStr) -> Result<Arc<ImageFile>, ImageError> {
+        let Self { writable, options, .. } = *self;
+        let data = self.policy.data_file(image.path(), name, options.opening(writable))?;
+        self.chain.lock(&data, writable, options)?;
+        // A data file begins with a guest's bytes.
+        if writable && !data.is_block_device() && data.fd().and_then(signature::mark_raw).is_err() {
+            self.chain.warnings.push(Warning::NotMarked(data.path().to_owned()));
+        }
+        Ok(Arc::new(data))
+    }
+}
+
 /// The image below `layer`, opened, and its format.
 fn backing_of(
     layer: &Layer,
@@ -481,21 +433,22 @@ fn backing_of(
     policy: &PathPolicy,
     storages: &NamedStorages,
 ) -> Result<Option<PendingLayer>, ImageError> {
-    let Some(backing) = layer.header().and_then(|header| header.backing.as_ref()) else {
+    let Some(backing) = layer.content.backing() else {
         return Ok(None);
     };
     let image = layer.file.path();
     let opened = OpenedBacking::open(image, &backing.name, opening, policy, storages)?;
     let recorded = match backing.format.as_deref() {
-        Some("raw" | "file" | "host_device") => Some(Format::Raw),
-        Some("qcow2") => Some(Format::Qcow2),
         None => None,
-        Some(other) => {
-            return Err(ImageError::refused(
-                image,
-                format!("its backing file's format '{other}' is not supported (raw and qcow2 are)"),
-            ));
-        }
+        Some(name) => match by_recorded_name(name) {
+            Some(format) => Some(format),
+            None => {
+                let names = names(false);
+                let why =
+                    format!("its backing file's format '{name}' is not supported ({names} are)");
+                return Err(ImageError::refused(image, why));
+            }
+        },
     };
     let format = opened.format(image, recorded)?;
     let OpenedBacking { file, is_storage, .. } = opened;

@@ -12,9 +12,10 @@ use nowait::{
     AllocationCache, BlockDevice, BlockMap, BlockingFile, Direct, Error, OpenOptions, Storage,
 };
 
-use crate::chain::{Chain, ChainOptions, Layer, Locking};
+use crate::chain::{Chain, ChainOptions, Locking};
 use crate::error::ImageError;
 use crate::formats::format::Format;
+use crate::formats::layer::Layer;
 use crate::formats::qcow2::header::MAGIC;
 use crate::formats::signature::{Signature, mark_raw};
 use crate::image_file::{FileId, ImageFile};
@@ -69,9 +70,9 @@ pub fn open_storage(
 fn of_chain(chain: Chain, options: &ChainOptions) -> Result<Image, ImageError> {
     let path = chain.top().file.path().to_owned();
     let mut warnings = chain.warnings().to_vec();
-    let content = match chain.top().format() {
-        Format::Raw => open_raw(chain, options, &mut warnings)?,
-        Format::Qcow2 => {
+    let content = match chain.top().format().is_raw() {
+        true => open_raw(chain, options, &mut warnings)?,
+        false => {
             let ChainOptions { writable, direct, no_hint, .. } = *options;
             let options = ServeOptions { writable, direct, hint: !no_hint };
             let (device, open_image) = qcow2_disk::open(chain, options)?;
@@ -87,7 +88,7 @@ fn of_chain(chain: Chain, options: &ChainOptions) -> Result<Image, ImageError> {
 
 fn is_raw_device(path: &Path, options: &ChainOptions) -> bool {
     let is_device = path.metadata().is_ok_and(|it| it.file_type().is_block_device());
-    is_device && options.format != Some(Format::Qcow2)
+    is_device && options.format.is_none_or(Format::is_raw)
 }
 
 fn open_raw(
@@ -135,11 +136,8 @@ fn open_raw(
 impl Image {
     /// The format of the image.
     #[must_use]
-    pub const fn format(&self) -> Format {
-        match self.content {
-            Content::Raw { .. } => Format::Raw,
-            Content::Qcow2 { .. } => Format::Qcow2,
-        }
+    pub fn format(&self) -> Format {
+        self.top().format()
     }
 
     /// What a user should know about the image.

@@ -70,6 +70,6 @@ fn a_program_of_a_few_lines_serves_raw_and_qcow2_images() {
     assert_eq!(served(&qcow2, b"QFI\xfb"), (0, 0));
     let chain = Chain::open(&qcow2, &ChainOptions::default()).unwrap();
     let mut bytes = [0; 2 * BLOCK];
-    ChainReader::new(&chain).unwrap().read_at(0, &mut bytes).unwrap();
+    ChainReader::new(chain.layers()).unwrap().read_at(0, &mut bytes).unwrap();
     assert!(bytes.starts_with(b"QFI\xfb\0") && bytes[BLOCK..] == [5; BLOCK]);
 }

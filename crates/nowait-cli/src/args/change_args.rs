@@ -8,7 +8,9 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use nowait_image::create::Preallocation;
 
-use crate::args::image_args::{ImageArgs, format_of_new, parse_cluster_size, parse_image_format};
+use crate::args::image_args::{
+    ImageArgs, format_of_new, parse_cluster_size, parse_image_format, parse_new_format,
+};
 use crate::args::remote_args::AuthArgs;
 use crate::size;
 
@@ -32,7 +34,7 @@ pub(crate) struct CreateArgs {
 
     /// What IMAGE is to be: raw (the disk's bytes and nothing else) or qcow2; without it qcow2 for a
     /// name that ends in .qcow2 or .qcow, else raw
-    #[arg(short, long, value_name = "FORMAT", value_parser = parse_image_format)]
+    #[arg(short, long, value_name = "FORMAT", value_parser = parse_new_format)]
     format: Option<nowait_image::Format>,
 
     /// What is read where IMAGE has nothing of its own (qcow2 only)

@@ -9,7 +9,9 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use nowait_copy::Location;
 use nowait_image::Format;
 
-use crate::args::image_args::{OtherFiles, format_of_new, parse_cluster_size, parse_image_format};
+use crate::args::image_args::{
+    OtherFiles, format_of_new, parse_cluster_size, parse_image_format, parse_new_format,
+};
 use crate::args::remote_args::AuthArgs;
 use crate::size;
 
@@ -115,7 +117,7 @@ pub(crate) struct CopyArgs {
     /// Only a file can be qcow2; a block device, an export or an object gets the disk's bytes. To upload a
     /// qcow2 image as it is, say -f raw.
     #[arg(short = 'O', long, value_name = "FORMAT")]
-    #[arg(value_parser = parse_image_format)]
+    #[arg(value_parser = parse_new_format)]
     pub(crate) to_format: Option<Format>,
 
     /// The unit in which a qcow2 TO takes space: a power of two from 512 to 2M; 64K without it
@@ -194,12 +196,13 @@ impl CopyArgs {
         let to_object = matches!(self.to, Location::Object(_));
         let has_others = self.others.given().is_some();
         let has_tls = self.from.asks_for_tls() || self.to.asks_for_tls();
-        let is_raw = self.to_format() == Format::Raw;
+        let is_raw = self.to_format().is_raw();
+        let not_raw = format!(
+            "--from-format {} does not go with an NBD URI: a server exports a disk's bytes",
+            self.from_format.map_or("raw", Format::name)
+        );
         for (is_wrong, why) in [
-            (
-                from_export && self.from_format == Some(Format::Qcow2),
-                "--from-format qcow2 does not go with an NBD URI: a server exports a disk's bytes",
-            ),
+            (from_export && self.from_format.is_some_and(|it| !it.is_raw()), not_raw.as_str()),
             (
                 from_export && has_others,
                 "an NBD URI names no other files: --backing-dir, --backing and --data-file",

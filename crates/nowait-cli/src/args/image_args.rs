@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use nowait_image::create::CLUSTER_BYTES;
+use nowait_image::formats;
 use nowait_remote::Location;
 
 use crate::args::remote_args::AuthArgs;
@@ -91,7 +92,7 @@ impl OtherFiles {
     pub(crate) fn check(&self, format: Option<nowait_image::Format>) -> Result<(), String> {
         let Some(given) = self.given() else { return Ok(()) };
         match format {
-            Some(nowait_image::Format::Raw) => {
+            Some(raw) if raw.is_raw() => {
                 Err(format!("{given} does not go with format raw: a raw image names no other file"))
             }
             _ => Ok(()),
@@ -174,22 +175,19 @@ pub(crate) struct CheckArgs {
 }
 
 /// Parses the name of a format.
-pub(crate) fn parse_image_format(text: &str) -> Result<nowait_image::Format, &'static str> {
-    match text {
-        "raw" => Ok(nowait_image::Format::Raw),
-        "qcow2" => Ok(nowait_image::Format::Qcow2),
-        _ => Err("the formats are raw and qcow2"),
-    }
+pub(crate) fn parse_image_format(text: &str) -> Result<nowait_image::Format, String> {
+    formats::by_name(text).ok_or_else(|| format!("the formats are {}", formats::names(false)))
+}
+
+/// Parses the name of the format of a new image.
+pub(crate) fn parse_new_format(text: &str) -> Result<nowait_image::Format, String> {
+    let format = formats::by_name(text).filter(|format| format.can_be_made());
+    format.ok_or_else(|| format!("the formats of new images are {}", formats::names(true)))
 }
 
 /// The format of a new image by its file name.
 pub(crate) fn format_of_new(path: &Path) -> nowait_image::Format {
-    let named =
-        |kind: &OsStr| kind.eq_ignore_ascii_case("qcow2") || kind.eq_ignore_ascii_case("qcow");
-    match path.extension().is_some_and(named) {
-        true => nowait_image::Format::Qcow2,
-        false => nowait_image::Format::Raw,
-    }
+    formats::by_ending(path.extension().and_then(OsStr::to_str).unwrap_or_default())
 }
 
 /// Parses the bytes of a cluster.

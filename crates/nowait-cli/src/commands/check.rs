@@ -4,7 +4,7 @@
 
 use nowait_image::check::{Report, check};
 use nowait_image::repair::{Repaired, repair};
-use nowait_image::{ChainOptions, Format};
+use nowait_image::{ChainOptions, Format, Purpose};
 use serde_json::json;
 
 use crate::args::image_args::CheckArgs;
@@ -21,14 +21,18 @@ pub(crate) fn run(args: &CheckArgs) -> Result<u8, CliError> {
     let options = ChainOptions {
         damaged: true,
         writable: args.repair,
+        purpose: Purpose::Repair,
         allow_mounted: args.allow_mounted,
         ..ChainOptions::default()
     };
     let chain = open_chain::open(&args.image, options)?;
-    if chain.top().format() == Format::Raw {
-        let path = &args.image.image;
-        let why = CliError::at(path, "raw images have no metadata that could be checked");
-        return Err(why.with_status(NOTHING_TO_CHECK));
+    let format = chain.top().format();
+    if !format.can_be_checked() {
+        let why = match format.is_raw() {
+            true => "raw images have no metadata that could be checked".to_owned(),
+            false => format.cannot_be("checked"),
+        };
+        return Err(CliError::at(&args.image.image, why).with_status(NOTHING_TO_CHECK));
     }
     let bar = output::progress_bar("{bar:40} {percent}% {eta} left");
     let mut progress = |done, total| {
@@ -43,7 +47,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<u8, CliError> {
     };
     bar.finish_and_clear();
     let done = done.map_err(|error| open_chain::failed(&error))?;
-    let text = if args.json { in_json(args, &done) } else { in_words(args.repair, &done) };
+    let text = if args.json { in_json(args, format, &done) } else { in_words(args.repair, &done) };
     output::print(text)?;
     Ok(match done.report {
         Report { corruptions: 1.., .. } => CORRUPT,
@@ -53,7 +57,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<u8, CliError> {
 }
 
 /// As `qemu-img check --output=json`: counts that are 0 are left out where it leaves them out.
-fn in_json(args: &CheckArgs, done: &Repaired) -> String {
+fn in_json(args: &CheckArgs, format: Format, done: &Repaired) -> String {
     let report = &done.report;
     let mut object = json!({
         "image-end-offset": report.image_end,
@@ -61,7 +65,7 @@ fn in_json(args: &CheckArgs, done: &Repaired) -> String {
         "check-errors": 0,
         "allocated-clusters": report.allocated_clusters,
         "filename": args.image.image.to_string_lossy(),
-        "format": Format::Qcow2.name(),
+        "format": format.name(),
     });
     for (key, count) in [
         ("leaks", report.leaks),

@@ -3,7 +3,7 @@
 //! Invariant: as in nowait_image::commit.
 
 use nowait_image::commit::{Committed, Overlay, commit};
-use nowait_image::{Chain, ChainOptions, Format, Layer};
+use nowait_image::{Chain, ChainOptions, Format, Layer, Purpose};
 use serde_json::json;
 
 use crate::args::change_args::CommitArgs;
@@ -17,6 +17,7 @@ pub(crate) fn run(args: &CommitArgs) -> Result<(), CliError> {
     let options = ChainOptions {
         writable,
         backing_writable: true,
+        purpose: Purpose::Commit,
         allow_mounted: args.allow_mounted,
         ..ChainOptions::default()
     };
@@ -30,7 +31,7 @@ pub(crate) fn run(args: &CommitArgs) -> Result<(), CliError> {
     }
     let style = "{bar:40} {percent}% {bytes} of {total_bytes}, {binary_bytes_per_sec}, {eta} left";
     let bar = output::progress_bar(style);
-    let raw_named = args.backing_format == Some(Format::Raw);
+    let raw_named = args.backing_format.is_some_and(Format::is_raw);
     let done = commit(&chain, overlay, raw_named, &mut |done, total| {
         bar.set_length(total);
         bar.set_position(done);

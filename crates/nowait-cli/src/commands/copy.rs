@@ -10,7 +10,6 @@ use std::sync::atomic::AtomicBool;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use nowait_copy::{Lost, Options, Phase, Progress, Report};
-use nowait_image::Format;
 use serde_json::{Value, json};
 
 use crate::args::copy_args::CopyArgs;
@@ -173,7 +172,7 @@ fn in_words(args: &CopyArgs, report: &Report) -> String {
     let seconds = report.elapsed.as_secs_f64();
     let rest = match report.target_size - report.size {
         0 => String::new(),
-        bytes if args.to_format() == Format::Qcow2 => {
+        bytes if !args.to_format().is_raw() => {
             format!("the last {} of {to} are zeros\n", human(bytes))
         }
         bytes => format!("the last {} of {to} are as they were\n", human(bytes)),

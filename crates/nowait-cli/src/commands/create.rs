@@ -43,8 +43,8 @@ fn in_json(args: &CreateArgs, size: u64) -> String {
 
 fn in_words(args: &CreateArgs, size: u64) -> String {
     let kind = match args.format() {
-        nowait_image::Format::Raw => "",
-        nowait_image::Format::Qcow2 => "qcow2, ",
+        raw if raw.is_raw() => String::new(),
+        format => format!("{}, ", format.name()),
     };
     let space = match args.preallocation {
         Preallocate::Off => "sparse",

@@ -11,7 +11,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 use nowait::RegisteredMemory;
-use nowait_image::{Format, ImageError, ImageFile, Signature};
+use nowait_image::{Format, ImageError, ImageFile, ImageInfo, Signature};
 use nowait_remote::Location;
 use rustix::fs::{OFlags, SeekFrom};
 use rustix::io::Errno;
@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 use crate::args::info_args::InfoArgs;
 use crate::commands::info_remote;
 use crate::error::{CliError, open_message, os_message, plain};
-use crate::qcow2_info::Qcow2Info;
+use crate::header_lines::header_lines;
 use crate::size::human;
 use crate::{open_chain, output};
 
@@ -65,8 +65,8 @@ struct Facts {
     queue: Queue,
     /// The signature at its start.
     signature: Option<Signature>,
-    /// Its header, if the format is qcow2.
-    header: Option<Qcow2Info>,
+    /// What its header says, if the format has one.
+    header: Option<ImageInfo>,
 }
 
 pub(crate) fn run(args: &InfoArgs) -> Result<(), CliError> {
@@ -100,10 +100,8 @@ fn gather(image: &Path, format: Option<Format>) -> Result<Facts, CliError> {
     let failed = |error: ImageError| open_chain::failed(&error);
     let host = ImageFile::open(image, false).map_err(failed)?;
     let signature = Signature::probe(&host).ok().flatten();
-    let header = match format.map_or_else(|| Format::probe(&host), Ok).map_err(failed)? {
-        Format::Qcow2 => Some(Qcow2Info::read(&host, image).map_err(failed)?),
-        Format::Raw => None,
-    };
+    let format = format.map_or_else(|| Format::probe(&host), Ok).map_err(failed)?;
+    let header = format.info(&host, image).map_err(failed)?;
     let stat = file.metadata().map_err(|error| cannot("look at it", error))?;
     // Unlike st_size, lseek(2) with SEEK_END is right for block devices, too.
     let size_bytes = rustix::fs::seek(&file, SeekFrom::End(0))
@@ -249,7 +247,7 @@ fn in_json(image: &Path, facts: &Facts) -> Value {
     let alignment = facts.direct.alignment();
     let mut object = json!({
         "filename": image.to_string_lossy(),
-        "format": if facts.header.is_some() { "qcow2" } else { "raw" },
+        "format": facts.header.as_ref().map_or("raw", |header| header.format.name()),
         "virtual-size": facts.size_bytes,
         "actual-size": facts.allocated_bytes.unwrap_or(0),
         "dirty-flag": false,
@@ -268,10 +266,10 @@ fn in_json(image: &Path, facts: &Facts) -> Value {
         "queue": facts.queue.name(),
         "queue_reason": facts.queue.why(),
         "registered_bytes_limit": facts.queue.registered_limit(),
-        "qcow2_header": facts.signature == Some(Signature::Qcow2),
+        "qcow2_header": facts.signature.is_some_and(Signature::is_qcow2),
     });
     if let (Some(header), Value::Object(object)) = (&facts.header, &mut object) {
-        object.extend(header.in_json());
+        object.extend(header.json.clone());
     }
     object
 }
@@ -298,7 +296,9 @@ fn in_words(image: &Path, facts: &Facts) -> String {
         ("kind", facts.kind.words().to_owned()),
     ];
     match &facts.header {
-        Some(header) => lines.extend(header.in_words(facts.size_bytes, allocated)),
+        Some(header) => {
+            lines.extend(header_lines(header, facts.size_bytes, allocated));
+        }
         None => lines.extend([
             ("format", "raw".to_owned()),
             ("virtual size", human(facts.size_bytes)),
@@ -313,7 +313,8 @@ fn in_words(image: &Path, facts: &Facts) -> String {
         ("queue", format!("{}, {}", facts.queue.name(), facts.queue.why())),
     ]);
     lines.extend(facts.queue.registered().map(|words| ("registered", words)));
-    lines.extend(facts.header.as_ref().and_then(Qcow2Info::note));
+    let note = facts.header.as_ref().and_then(|header| header.note.clone());
+    lines.extend(note.map(|why| ("note", why)));
     if let (Some(signature), None) = (facts.signature, &facts.header) {
         lines.push(("note", format!("begins like {}, and is taken for raw", signature.words())));
     }
@@ -434,7 +435,7 @@ mod tests {
         assert_eq!(facts_of(&path).signature, None);
         file.write_all_at(&nowait_image::MAGIC, 0).unwrap();
         let facts = gather(&path, Some(Format::Raw)).map_err(|error| error.to_string()).unwrap();
-        assert_eq!(facts.signature, Some(Signature::Qcow2));
+        assert_eq!(facts.signature, Some(Signature::Supported(Format::Qcow2)));
         assert!(in_words(&path, &facts).contains("begins like a qcow2 image"));
         let error = gather(&path, None).err().map(|error| error.to_string()).unwrap();
         assert!(error.contains("qcow2 version 0 is not known"), "{error}");

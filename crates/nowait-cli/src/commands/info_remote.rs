@@ -12,14 +12,14 @@ use std::sync::Arc;
 use crate::error::{CliError, os_message, plain};
 use crate::size::human;
 use nowait::{ByteRange, ExtentStatus, Storage};
-use nowait_image::{Format, ImageFile};
+use nowait_image::{Format, ImageFile, ImageInfo};
 use nowait_remote::{
     Location, NbdOptions, NbdStorage, ObjectStorage, RbdOptions, RbdStorage, StoreCounts,
 };
 use serde_json::{Value, json};
 
 use crate::args::info_args::InfoArgs;
-use crate::qcow2_info::Qcow2Info;
+use crate::header_lines::header_lines;
 use crate::{open_chain, output, waiting};
 
 /// Extents that are counted at most; what follows is not told.
@@ -45,7 +45,7 @@ struct Facts {
     abilities: Vec<&'static str>,
     /// Empty where the server does not tell.
     extents: Vec<ExtentStatus>,
-    header: Option<Qcow2Info>,
+    header: Option<ImageInfo>,
 }
 
 pub(crate) fn run(args: &InfoArgs, location: &Location) -> Result<(), CliError> {
@@ -100,8 +100,7 @@ fn gather(args: &InfoArgs, storage: Arc<dyn Storage>) -> Result<Facts, CliError>
         let all = ByteRange::new(0, size);
         storage.extents(all, MAX_EXTENTS, &mut extents).map_err(failed)?;
     }
-    let header =
-        (args.format == Some(Format::Qcow2)).then(|| header(image, storage)).transpose()?;
+    let header = args.format.map(|format| header(format, image, storage)).transpose()?.flatten();
     Ok(Facts {
         kind: Kind::NbdExport,
         size,
@@ -114,9 +113,13 @@ fn gather(args: &InfoArgs, storage: Arc<dyn Storage>) -> Result<Facts, CliError>
 }
 
 /// The header of the image in `storage`. Images below it are not opened.
-fn header(image: &Path, storage: Arc<dyn Storage>) -> Result<Qcow2Info, CliError> {
+fn header(
+    format: Format,
+    image: &Path,
+    storage: Arc<dyn Storage>,
+) -> Result<Option<ImageInfo>, CliError> {
     let file = ImageFile::on_storage(image.to_owned(), storage);
-    Qcow2Info::read(&file, image).map_err(|error| open_chain::failed(&error))
+    format.info(&file, image).map_err(|error| open_chain::failed(&error))
 }
 
 impl Facts {
@@ -134,7 +137,7 @@ fn in_json(image: &Path, facts: &Facts) -> Value {
     let layout = facts.layout();
     let mut object = json!({
         "filename": image.to_string_lossy(),
-        "format": if facts.header.is_some() { "qcow2" } else { "raw" },
+        "format": facts.header.as_ref().map_or("raw", |header| header.format.name()),
         "virtual-size": facts.size,
         "actual-size": 0,
         "dirty-flag": false,
@@ -157,7 +160,7 @@ fn in_json(image: &Path, facts: &Facts) -> Value {
         "queue": null,
         "queue_reason": null,
         "registered_bytes_limit": null,
-        "qcow2_header": facts.header.is_some(),
+        "qcow2_header": facts.header.as_ref().is_some_and(|it| it.format == Format::Qcow2),
         "read_only": facts.read_only,
         "abilities": facts.abilities,
     });
@@ -170,7 +173,7 @@ fn in_json(image: &Path, facts: &Facts) -> Value {
         keys.insert("store_retries".into(), json!(counts.retries));
     }
     if let Some(header) = &facts.header {
-        keys.extend(header.in_json());
+        keys.extend(header.json.clone());
     }
     object
 }
@@ -192,7 +195,7 @@ fn in_words(image: &Path, facts: &Facts) -> String {
     };
     let mut lines = vec![("image", plain(&image.display().to_string())), ("kind", kind)];
     match &facts.header {
-        Some(header) => lines.extend(header.in_words(facts.size, "not told".into())),
+        Some(header) => lines.extend(header_lines(header, facts.size, "not told".into())),
         None => lines.extend([("format", "raw".into()), ("virtual size", human(facts.size))]),
     }
     lines.extend([("data", data), ("holes", holes)]);

@@ -2,8 +2,8 @@
 //!
 //! Invariant: as in nowait_image::resize.
 
-use nowait_image::ChainOptions;
 use nowait_image::resize::resize;
+use nowait_image::{ChainOptions, Purpose};
 use serde_json::json;
 
 use crate::args::change_args::ResizeArgs;
@@ -14,6 +14,7 @@ use crate::{open_chain, output};
 pub(crate) fn run(args: &ResizeArgs) -> Result<(), CliError> {
     let options = ChainOptions {
         writable: true,
+        purpose: Purpose::Resize,
         allow_mounted: args.allow_mounted,
         ..ChainOptions::default()
     };

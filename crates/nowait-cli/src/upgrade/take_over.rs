@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::error::{CliError, os_message};
-use nowait_image::{ChainOptions, Format, HandedOver, NamedStorages};
+use nowait_image::{ChainOptions, HandedOver, NamedStorages, formats};
 use nowait_nbd::Address;
 use nowait_remote::Location;
 use nowait_server::{ConnectionState, Exports, Listener, PausedDevice, SplitState, VmmState};
@@ -301,9 +301,10 @@ impl ExportState {
     pub(crate) fn options(&self, common: &ChainOptions) -> Result<ChainOptions, CliError> {
         let format = match self.format.as_deref() {
             None => None,
-            Some("raw") => Some(Format::Raw),
-            Some("qcow2") => Some(Format::Qcow2),
-            Some(other) => return Err(CliError::new(format!("the format {other} is not known"))),
+            Some(name) => match formats::by_name(name) {
+                Some(format) => Some(format),
+                None => return Err(CliError::new(format!("the format {name} is not known"))),
+            },
         };
         let backing_dirs = self.backing_dirs.iter().map(PathBuf::from).collect();
         let (settled_raw, writable) = (self.settled_raw, !self.read_only);

@@ -150,7 +150,7 @@ fn contents(image: &Path) -> Vec<u8> {
     let options = ChainOptions { format: Some(Format::Qcow2), ..ChainOptions::default() };
     let chain = Chain::open(image, &options).expect("an image that can be opened");
     let mut bytes = vec![0; DISK_BYTES as usize];
-    let reader = ChainReader::new(&chain).expect("an image that can be read");
+    let reader = ChainReader::new(chain.layers()).expect("an image that can be read");
     reader.read_at(0, &mut bytes).expect("the whole disk");
     bytes
 }

@@ -114,7 +114,7 @@ fn look_into(chain: &Chain) -> Result<(), String> {
         return Err(format!("the map of {size} bytes ends at {end}"));
     }
     let _ = check(chain, &mut |_, _| {});
-    let Ok(reader) = ChainReader::new(chain) else { return Ok(()) };
+    let Ok(reader) = ChainReader::new(chain.layers()) else { return Ok(()) };
     for entry in &entries {
         compare(chain, &reader, entry)?;
     }

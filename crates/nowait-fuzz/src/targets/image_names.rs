@@ -9,7 +9,7 @@
 
 use std::fs;
 
-use nowait_image::{Chain, ChainOptions, Format, LayerFormat};
+use nowait_image::{Chain, ChainOptions, Format};
 
 use crate::target::{Check, Target};
 use crate::targets::image;
@@ -181,7 +181,7 @@ fn check_opened(tree: &Tree, chain: &Chain, given: bool) -> Result<usize, String
     for (above, layer) in chain.layers().iter().enumerate() {
         tree.refuses(&layer.file)?;
         opened += usize::from(above > 0);
-        if let LayerFormat::Qcow2 { data: Some(data), .. } = &layer.content {
+        for data in layer.other_files() {
             if !given {
                 return Err(format!(
                     "the data file {:?} was opened, which was not given",

@@ -73,7 +73,8 @@ impl State {
         let sound = check(&chain, &mut |_, _| {}).is_ok_and(|report| report.corruptions == 0);
         let size = chain.top().size;
         let mut bytes = vec![0; size.min(COMPARED_BYTES) as usize];
-        let read = ChainReader::new(&chain).and_then(|reader| reader.read_at(0, &mut bytes));
+        let read =
+            ChainReader::new(chain.layers()).and_then(|reader| reader.read_at(0, &mut bytes));
         Some(Self { sound, size, bytes: read.is_ok().then_some(bytes) })
     }
 

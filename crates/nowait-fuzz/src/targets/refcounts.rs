@@ -57,7 +57,7 @@ fn open(path: &Path, writable: bool, damaged: bool) -> Result<Chain, String> {
 
 /// The first bytes of the disk, read as the offline commands do.
 fn contents(chain: &Chain) -> Result<Vec<u8>, String> {
-    let reader = ChainReader::new(chain).map_err(|error| error.to_string())?;
+    let reader = ChainReader::new(chain.layers()).map_err(|error| error.to_string())?;
     let mut bytes = vec![0; reader.size().min(COMPARED_BYTES) as usize];
     reader.read_at(0, &mut bytes).map_err(|error| error.to_string())?;
     Ok(bytes)

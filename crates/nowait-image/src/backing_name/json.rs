@@ -9,8 +9,8 @@ use serde_json::{Map, Value};
 use crate::backing_name::nbd::Server;
 use crate::backing_name::{ParsedName, Place};
 use crate::file_name::plain_name;
-use crate::formats::format::Format;
 use crate::formats::qcow2::header::MAX_NAME_BYTES;
+use crate::formats::table::by_name;
 
 /// Most objects in each other.
 const MAX_DEPTH: usize = 4;
@@ -46,9 +46,10 @@ pub(super) fn parse(text: &str) -> Result<ParsedName, String> {
         serde_json::from_str(text).map_err(|_| "is no JSON object".to_owned())?;
     let mut options = Options::default();
     options.add("", &object, 1)?;
-    let format = match options.0.get("driver").map(String::as_str) {
-        Some("raw") => Some(Format::Raw),
-        Some("qcow2") => Some(Format::Qcow2),
+    let driver = options.0.get("driver").map(String::as_str);
+    let format = driver.and_then(by_name);
+    let format = match driver {
+        Some(_) if format.is_some() => format,
         None if options.0.keys().any(|key| key.starts_with("file.")) => None,
         _ => return Ok(ParsedName { place: options.place()?, format: None }),
     };

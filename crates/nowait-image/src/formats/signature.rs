@@ -3,7 +3,7 @@
 //! A guest can write any bytes to its raw disk, and these must not decide the disk's format at the
 //! next start. So a file that begins like a format that is not supported here is refused instead of
 //! being taken for raw, unless it is marked as raw: a guest that encrypts its disk makes it begin like LUKS. The mark
-//! is an extended attribute, set when a raw file is opened for writing. A marked file that begins like qcow2 is refused:
+//! is an extended attribute, set when a raw file is opened for writing. A marked file that begins like a supported one is refused:
 //! the user may have put an image in its place, or a guest may have made it one where the user declared it raw.
 //!
 //! Invariant: a guess is raw only if the first bytes are those of no known format, or were when the file was opened first.
@@ -13,7 +13,8 @@ use std::os::fd::AsFd;
 
 use rustix::fs::XattrFlags;
 
-use crate::formats::qcow2::header::MAGIC;
+use crate::formats::format::Format;
+use crate::formats::table::DRIVERS;
 use crate::image_file::ImageFile;
 
 /// The signatures of all formats lie in this many first bytes.
@@ -26,8 +27,8 @@ const MARKED_RAW: &[u8] = b"raw";
 /// The format that a file begins like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signature {
-    /// The supported format.
-    Qcow2,
+    /// A supported format.
+    Supported(Format),
     /// Another disk image: its usual name, and `qemu-img`'s name for it.
     Image(&'static str, &'static str),
     /// An encrypted disk, which a client decrypts.
@@ -38,9 +39,8 @@ pub enum Signature {
 
 const BZIP2: Signature = Signature::Compressed("bzip2", "bunzip2");
 
-/// Position and bytes of each signature, and its format.
-const SIGNATURES: [(usize, &[u8], Signature); 17] = [
-    (0, &MAGIC, Signature::Qcow2),
+/// Position and bytes of each signature of a format that is not supported, and that format.
+const SIGNATURES: [(usize, &[u8], Signature); 16] = [
     (0, b"QED\0", Signature::Image("QED", "qed")),
     (0, b"KDMV", Signature::Image("VMDK", "vmdk")),
     (0, b"COWD", Signature::Image("VMDK", "vmdk")),
@@ -64,12 +64,21 @@ impl Signature {
     /// all of the file.
     #[must_use]
     pub fn of(first: &[u8]) -> Option<Self> {
+        if let Some(driver) = DRIVERS.iter().find(|driver| driver.begins(first)) {
+            return Some(Self::Supported(driver.format));
+        }
         let found = SIGNATURES.iter().find(|(at, magic, _)| {
             first.get(*at..).is_some_and(|from_there| from_there.starts_with(magic))
         });
         let found = found.map(|&(_, _, signature)| signature);
         // In a bzip2 file, a digit and the magic number of a block follow the three letters.
         found.filter(|&signature| signature != BZIP2 || first.get(4..10) == Some(b"1AY&SY"))
+    }
+
+    /// Whether it is qcow2's.
+    #[must_use]
+    pub fn is_qcow2(self) -> bool {
+        self == Self::Supported(Format::Qcow2)
     }
 
     /// The signature that `file` begins with.
@@ -86,7 +95,7 @@ impl Signature {
     #[must_use]
     pub fn words(self) -> String {
         match self {
-            Self::Qcow2 => "a qcow2 image".into(),
+            Self::Supported(format) => format!("a {} image", format.name()),
             Self::Image(name, _) => format!("a {name} image"),
             Self::Luks => "an encrypted disk (LUKS)".into(),
             Self::Compressed(name, _) => format!("a file packed with {name}"),
@@ -97,7 +106,7 @@ impl Signature {
     pub(crate) fn refusal(self) -> String {
         let begins = format!("it begins like {}", self.words());
         match self {
-            Self::Qcow2 => begins,
+            Self::Supported(_) => begins,
             Self::Image(_, format) => format!(
                 "{begins}, which is not supported (make one that is, with qemu-img convert -f \
                  {format} -O qcow2; to have its bytes as they are: -f raw)"
@@ -110,12 +119,13 @@ impl Signature {
     }
 }
 
-/// The reason for refusing a file without a given format that is marked as raw and begins like qcow2.
-pub(crate) fn refusal_of_marked() -> String {
+/// The reason for refusing a file without a given format that is marked as raw and begins like a supported format.
+pub(crate) fn refusal_of_marked(format: Format) -> String {
     format!(
         "it was written to as a raw disk and begins like {}, which a guest may have made so (say \
-         which it is: -f raw or -f qcow2)",
-        Signature::Qcow2.words()
+         which it is: -f raw or -f {})",
+        Signature::Supported(format).words(),
+        format.name()
     )
 }
 
@@ -165,7 +175,10 @@ mod tests {
 
     #[test]
     fn a_known_format_is_detected_and_one_that_only_resembles_it_is_not() {
-        for (at, magic, signature) in SIGNATURES {
+        let supported = DRIVERS.iter().flat_map(|driver| {
+            driver.magics.iter().map(|magic| (0, *magic, Signature::Supported(driver.format)))
+        });
+        for (at, magic, signature) in SIGNATURES.into_iter().chain(supported) {
             let mut first = vec![0; PROBE_BYTES];
             first[at..at + magic.len()].copy_from_slice(magic);
             if signature == BZIP2 {
@@ -188,13 +201,13 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         settle_raw(&file, &[0; 512], false, "-O raw").unwrap();
         assert!(!is_marked_raw(&file));
-        let error = settle_raw(&file, &MAGIC, false, "-O raw").unwrap_err();
+        let error = settle_raw(&file, b"QFI\xfb", false, "-O raw").unwrap_err();
         assert!(error.contains("a qcow2 image") && error.contains("-O raw"), "{error}");
-        if settle_raw(&file, &MAGIC, true, "-O raw").is_err() {
+        if settle_raw(&file, b"QFI\xfb", true, "-O raw").is_err() {
             nowait_testkit::skip("no extended attributes in the temporary directory");
             return;
         }
         assert!(is_marked_raw(&file));
-        settle_raw(&file, &MAGIC, false, "-O raw").unwrap();
+        settle_raw(&file, b"QFI\xfb", false, "-O raw").unwrap();
     }
 }

@@ -1,8 +1,7 @@
-//! Creates raw and qcow2 images, empty, with optional preallocation.
+//! Creates images, empty, with optional preallocation.
 //!
 //! Invariant: an image appears under its name complete and durable, or not at all; no existing file
-//! is replaced. Every cluster of a new qcow2 image has a refcount of 1, and its data clusters
-//! follow each other.
+//! is replaced.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -14,27 +13,14 @@ use crate::atomic_file::{AtomicFile, OverwritePolicy};
 use crate::base_version;
 use crate::chain::{Chain, ChainOptions, Locking};
 use crate::error::{ImageError, create_message};
+use crate::formats::driver::CreateTerms;
 use crate::formats::format::Format;
-use crate::formats::qcow2::encode::encode;
-use crate::formats::qcow2::entries::with_copied;
-use crate::formats::qcow2::header::{BackingName, Header, MAX_NAME_BYTES};
-use crate::formats::qcow2::layout;
-use crate::formats::qcow2::layout::{RefcountLayout, SECTOR_BYTES, write_numbers};
-use crate::image_file::ImageFile;
+use crate::formats::layer::BackingName;
+use crate::formats::qcow2::header::MAX_NAME_BYTES;
 use crate::named_storages::NamedStorages;
 
+pub use crate::formats::driver::Preallocation;
 pub use crate::formats::qcow2::layout::{CLUSTER_BYTES, DEFAULT_CLUSTER_BYTES};
-
-/// The parts of an image that are allocated when it is created.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Preallocation {
-    /// As little as possible.
-    Off,
-    /// All tables, and a position for each cluster, without space for the data. For qcow2 only.
-    Metadata,
-    /// The space for the data, too.
-    Falloc,
-}
 
 /// The parameters of a new image.
 #[derive(Clone, Debug)]
@@ -90,7 +76,16 @@ impl CreateOptions {
 /// file, or the failed system call. There is no new file then.
 pub fn create(path: &Path, options: &CreateOptions) -> Result<u64, ImageError> {
     let refused = |why: String| ImageError::refused(path, why);
-    check_combination(options).map_err(refused)?;
+    let driver = options.format.driver();
+    let Some(creation) = &driver.create else {
+        return Err(refused(options.format.cannot_be("made")));
+    };
+    let terms = CreateTerms {
+        has_backing: options.backing.is_some(),
+        cluster_bytes: options.cluster_bytes,
+        preallocation: options.preallocation,
+    };
+    (creation.check)(terms).map_err(refused)?;
     if fs::symlink_metadata(path).is_ok() {
         return Err(refused("there is such a file already (remove it first, with rm)".into()));
     }
@@ -102,25 +97,9 @@ pub fn create(path: &Path, options: &CreateOptions) -> Result<u64, ImageError> {
     let Some(size) = options.size.or(backing.as_ref().map(|&(_, size)| size)) else {
         return Err(refused("a disk without a backing file needs a size".into()));
     };
-    let size = match options.format {
-        Format::Raw => size,
-        Format::Qcow2 => size.next_multiple_of(SECTOR_BYTES),
-    };
-    let written = match options.format {
-        Format::Raw if options.preallocation == Preallocation::Off || size == 0 => {
-            file.file().set_len(size)
-        }
-        Format::Raw => file.file().reserve(size),
-        Format::Qcow2 => {
-            let bits = layout::cluster_bits(options.cluster_bytes).map_err(refused)?;
-            let header = Header {
-                backing: backing.map(|(backing, _)| backing),
-                ..Header::empty(size, bits)
-            };
-            let layout = ImageLayout::new(header, options.preallocation).map_err(refused)?;
-            layout.write(file.file(), options.preallocation)
-        }
-    };
+    let size = size.next_multiple_of(driver.size_unit);
+    let backing = backing.map(|(backing, _)| backing);
+    let written = (creation.write)(file.file(), size, backing, terms).map_err(refused)?;
     written.map_err(|error| explain(path, &error))?;
     if let Some(base) = &options.backing {
         let version = options.backing_storages.get(base).and_then(|storage| storage.version());
@@ -129,33 +108,6 @@ pub fn create(path: &Path, options: &CreateOptions) -> Result<u64, ImageError> {
     }
     file.finish().map_err(refused)?;
     Ok(size)
-}
-
-/// Writes an empty image with `header` to `file`.
-#[cfg(feature = "sim")]
-pub(crate) fn write(file: &ImageFile, header: Header) -> Result<(), ImageError> {
-    let layout = ImageLayout::new(header, Preallocation::Off);
-    let layout = layout.map_err(|why| ImageError::refused(file.path(), why))?;
-    layout.write(file, Preallocation::Off).map_err(|error| explain(file.path(), &error))
-}
-
-/// Checks that the options can be combined.
-fn check_combination(options: &CreateOptions) -> Result<(), String> {
-    layout::cluster_bits(options.cluster_bytes)?;
-    let raw = options.format == Format::Raw;
-    let reserved = options.preallocation != Preallocation::Off;
-    let refused = if raw && options.backing.is_some() {
-        "a raw image has no backing file (take --format qcow2)"
-    } else if raw && options.cluster_bytes.is_some() {
-        "a raw image has no clusters (leave out --cluster-size, or take --format qcow2)"
-    } else if raw && options.preallocation == Preallocation::Metadata {
-        "a raw image has no metadata to preallocate (take falloc, or --format qcow2)"
-    } else if options.backing.is_some() && reserved {
-        "what is preallocated would hide the backing file (leave out --preallocation)"
-    } else {
-        return Ok(());
-    };
-    Err(refused.into())
 }
 
 /// The backing file's entry for the header, and the size of its disk. It is opened with all images
@@ -180,69 +132,6 @@ fn check_backing(
     let chain = Chain::open_backing(path, name.as_os_str(), &chain)?;
     let format = Some(chain.top().format().name().to_owned());
     Ok((BackingName { name: name.as_os_str().to_owned(), format }, chain.top().size))
-}
-
-/// The layout of a new image, in this order: the header, the refcount table, its blocks, the L1
-/// table, L2 tables, data.
-struct ImageLayout {
-    header: Header,
-    /// Refcount blocks.
-    blocks: u64,
-    /// L2 tables and data clusters that are preallocated.
-    l2_tables: u64,
-    data: u64,
-    /// All clusters of the image.
-    clusters: u64,
-}
-
-impl ImageLayout {
-    /// The layout of an image with `header`, which gets the positions of its tables.
-    fn new(mut header: Header, preallocation: Preallocation) -> Result<Self, String> {
-        let cluster = header.cluster_bytes();
-        let l1_entries = header.size.div_ceil(header.l2_reach());
-        let (l2_tables, data) = match preallocation {
-            Preallocation::Off => (0, 0),
-            _ => (l1_entries, header.size.div_ceil(cluster)),
-        };
-        layout::check_l1(&header)?;
-        if encode(&header).len() as u64 > cluster {
-            let what = "the name of its backing file does not fit into a cluster";
-            return Err(format!("{what} (give a larger --cluster-size)"));
-        }
-        let rest = 1 + (l1_entries * 8).div_ceil(cluster) + l2_tables + data;
-        let RefcountLayout { table, blocks, clusters } = RefcountLayout::of(&header, rest)?;
-        header.refcount_table_pos = cluster;
-        header.refcount_table_clusters = table as u32;
-        header.l1_entries = l1_entries as u32;
-        header.l1_pos = (1 + table + blocks) * cluster;
-        Ok(Self { header, blocks, l2_tables, data, clusters })
-    }
-
-    fn write(&self, file: &ImageFile, preallocation: Preallocation) -> io::Result<()> {
-        let header = &self.header;
-        let cluster = header.cluster_bytes();
-        let end = self.clusters * cluster;
-        if preallocation == Preallocation::Falloc {
-            file.reserve(end)?;
-        } else {
-            file.set_len(end)?;
-        }
-        file.write_at(0, &encode(header))?;
-        let block_pos =
-            header.refcount_table_pos + u64::from(header.refcount_table_clusters) * cluster;
-        write_numbers(file, header.refcount_table_pos, self.blocks, |index| {
-            (block_pos + index * cluster).to_be_bytes()
-        })?;
-        write_numbers(file, block_pos, self.clusters, |_| 1u16.to_be_bytes())?;
-        let l2_pos = header.l1_pos + (u64::from(header.l1_entries) * 8).next_multiple_of(cluster);
-        write_numbers(file, header.l1_pos, self.l2_tables, |index| {
-            with_copied(l2_pos + index * cluster).to_be_bytes()
-        })?;
-        let data_pos = l2_pos + self.l2_tables * cluster;
-        write_numbers(file, l2_pos, self.data, |index| {
-            with_copied(data_pos + index * cluster).to_be_bytes()
-        })
-    }
 }
 
 fn explain(path: &Path, error: &io::Error) -> ImageError {
@@ -322,25 +211,6 @@ mod tests {
             let error = explain(Path::new("a.img"), &errno.into()).to_string();
             assert!(error.starts_with("a.img: ") && error.contains(words), "{error}");
             assert!(!error.contains("os error"), "{error}");
-        }
-    }
-
-    #[test]
-    fn every_layout_counts_all_of_its_clusters_and_its_header_is_parsed_back() {
-        for bits in 9..=21 {
-            for size in [0, 512, 1 << 20, (64 << 20) + 512] {
-                for preallocation in [Preallocation::Off, Preallocation::Metadata] {
-                    let layout =
-                        ImageLayout::new(Header::empty(size, bits), preallocation).unwrap();
-                    let ImageLayout { header, blocks, l2_tables, data, clusters } = layout;
-                    assert_eq!(Header::parse(&encode(&header)).unwrap(), header);
-                    let l1 = (u64::from(header.l1_entries) * 8).div_ceil(1 << bits);
-                    let table = u64::from(header.refcount_table_clusters);
-                    assert_eq!(clusters, 1 + table + blocks + l1 + l2_tables + data);
-                    assert!(blocks * header.block_entries() >= clusters);
-                    assert!(header.refcount_table_entries() >= blocks);
-                }
-            }
         }
     }
 }

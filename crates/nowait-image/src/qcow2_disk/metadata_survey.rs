@@ -7,11 +7,11 @@
 use std::collections::BTreeSet;
 use std::io;
 
+use crate::formats::qcow2::check::metadata_scan;
+use crate::formats::qcow2::check::recount::RecountedClusters;
 use crate::formats::qcow2::header::Header;
 use crate::formats::qcow2::refcounts::Refcounts;
 use crate::image_file::ImageFile;
-use crate::offline::check::metadata_scan;
-use crate::offline::check::recount::RecountedClusters;
 
 /// How many pointers in the file refer to each cluster of the image in `host`.
 pub(crate) fn references(host: &ImageFile) -> io::Result<RecountedClusters> {

@@ -31,8 +31,10 @@ use std::thread::JoinHandle;
 
 use nowait::{Alignment, BlockDevice, Direct, Error, FileStorage, OpenOptions, Storage};
 
-use crate::chain::{Chain, Layer, LayerFormat};
+use crate::chain::Chain;
 use crate::error::ImageError;
+use crate::formats::layer::Layer;
+use crate::formats::qcow2::content::header_of;
 use crate::formats::qcow2::header::Header;
 use crate::formats::qcow2::lookup::read_table;
 use crate::image_file::{FileId, ImageFile, NO_MEDIUM};
@@ -180,15 +182,13 @@ fn open_map(
     options: ServeOptions,
 ) -> Result<(Qcow2Map, Arc<MetadataWriteback>), ImageError> {
     let top = chain.top();
-    let LayerFormat::Qcow2 { header, .. } = &top.content else {
-        return Err(ImageError::refused(top.file.path(), "it is no qcow2 image"));
-    };
+    let header = header_of(top)?;
     let writeback = Arc::new(open_writeback(top, header, options)?);
     let mut below = Vec::new();
     let mut shift = header.cluster_bits;
     for layer in files_below(chain) {
         below.push(open_below(layer, options)?);
-        shift = shift.min(layer.header().map_or(shift, |header| header.cluster_bits));
+        shift = shift.min(layer.content.unit().map_or(shift, u64::ilog2));
     }
     let extents = ExtentCache::new(header.size, shift, options.hint);
     let images = BackingChain::new(writeback.clone(), Header::clone(header), below);
@@ -209,9 +209,8 @@ fn agree_on_direct(chain: &Chain, options: ServeOptions) -> Result<Direct, Image
     let mut smallest = u64::MAX;
     let mut block = 1;
     for layer in std::iter::once(chain.top()).chain(files_below(chain)) {
-        smallest = smallest.min(layer.header().map_or(u64::MAX, Header::cluster_bytes));
-        let external = Some(layer.data_file()).filter(|data| !Arc::ptr_eq(data, &layer.file));
-        for file in std::iter::once(&layer.file).chain(external) {
+        smallest = smallest.min(layer.content.unit().unwrap_or(u64::MAX));
+        for file in layer.files() {
             let align = storage_of(file, true, options.direct)?.properties().align;
             if align == Alignment::NONE {
                 return Ok(Direct::Off);
@@ -320,12 +319,13 @@ fn writeback_on(
 fn open_below(layer: &Layer, options: ServeOptions) -> Result<BackingImage, ImageError> {
     let file = layer.data_file();
     let data = storage_of(file, true, options.direct)?;
-    let kind = match &layer.content {
-        LayerFormat::Raw => Kind::Raw,
-        LayerFormat::Qcow2 { header, .. } => {
+    let kind = match layer.header() {
+        None => Kind::Raw,
+        Some(header) => {
             let failed = |error| ImageError::os(layer.file.path(), "find its size", &error);
             let bytes = layer.file.size().map_err(failed)?;
-            Kind::Qcow2(BackingTables::new(header.clone(), layer.file.clone(), bytes))
+            let header = Box::new(header.clone());
+            Kind::Qcow2(BackingTables::new(header, layer.file.clone(), bytes))
         }
     };
     Ok(BackingImage { kind, data, size: layer.size })

@@ -5,9 +5,10 @@
 
 use crate::chain::Chain;
 use crate::error::ImageError;
-use crate::formats::qcow2::header::{BackingName, Header};
+use crate::formats::driver::{CreateTerms, Preallocation};
+use crate::formats::layer::BackingName;
+use crate::formats::qcow2::empty_image;
 use crate::image_file::ImageFile;
-use crate::offline::create;
 use crate::qcow2_disk::{OpenImage, Opened, ServeOptions, open_all};
 
 /// Opens the top image of `chain`, which is simulated. Its file grows to multiples of `step` bytes.
@@ -53,7 +54,13 @@ pub fn new_simulated(
     let memory = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC);
     let memory = memory.map_err(|error| failed(error.into()))?;
     let file = ImageFile::of(name.clone(), memory).map_err(failed)?;
-    create::write(&file, Header { backing, ..Header::empty(size, cluster_bits) })?;
+    let refused = |why: String| ImageError::refused(&name, why);
+    let terms = CreateTerms {
+        has_backing: backing.is_some(),
+        cluster_bytes: Some(1 << cluster_bits),
+        preallocation: Preallocation::Off,
+    };
+    empty_image::write(&file, size, backing, terms).map_err(refused)?.map_err(failed)?;
     let mut bytes = vec![0; file.size().map_err(failed)? as usize];
     file.read_at(0, &mut bytes).map_err(failed)?;
     Ok(bytes)

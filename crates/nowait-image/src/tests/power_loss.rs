@@ -5,13 +5,13 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::chain::{Chain, ChainOptions, LayerFormat, Locking};
-use crate::chain_reader::ChainReader;
+use crate::chain::{Chain, ChainOptions, Locking};
+use crate::formats::chain_reader::ChainReader;
 use crate::formats::format::Format;
+use crate::formats::qcow2::editor::Editor;
 use crate::offline::check::check;
 use crate::offline::commit::{Overlay, commit};
 use crate::offline::create::{CreateOptions, create};
-use crate::offline::editor::Editor;
 use crate::offline::resize::resize;
 use crate::tests::observed_storage::Change;
 use crate::tests::write_log::{UnsyncedWrites, cut, record};
@@ -94,11 +94,11 @@ impl Scene {
     fn disk(&self, name: &str, format: Format, moment: &str) -> Vec<u8> {
         let options = ChainOptions { format: Some(format), ..options(false) };
         let chain = Chain::open(&self.path(name), &options).unwrap();
-        if matches!(chain.top().content, LayerFormat::Qcow2 { .. }) {
+        if chain.top().header().is_some() {
             let report = check(&chain, &mut |_, _| {}).unwrap();
             assert_eq!(report.corruptions, 0, "{name}, {moment}");
         }
-        let reader = ChainReader::new(&chain).unwrap();
+        let reader = ChainReader::new(chain.layers()).unwrap();
         let mut disk = vec![0; reader.size() as usize];
         reader.read_at(0, &mut disk).unwrap();
         disk

@@ -154,7 +154,7 @@ fn a_repaired_image_passes_qemus_check_and_has_the_same_bytes() {
     let reader = |images: &Images| {
         let chain = Chain::open(&images.path(), &ChainOptions::default()).unwrap();
         let mut bytes = vec![0; 8 << 20];
-        nowait_image::ChainReader::new(&chain).unwrap().read_at(0, &mut bytes).unwrap();
+        nowait_image::ChainReader::new(chain.layers()).unwrap().read_at(0, &mut bytes).unwrap();
         bytes
     };
     let before = reader(&images);

@@ -32,7 +32,7 @@ fn fifty_chains_have_the_same_map_and_bytes_as_in_qemu() {
         let expected = std::fs::read(images.directory().join("all.raw")).unwrap();
         let options = ChainOptions { data_files: images.data_files(), ..ChainOptions::default() };
         let chain = Chain::open(&images.path(), &options).unwrap();
-        let reader = ChainReader::new(&chain).unwrap();
+        let reader = ChainReader::new(chain.layers()).unwrap();
         let mut found = vec![0xee; reader.size() as usize];
         // In pieces that begin and end inside clusters.
         for (index, piece) in found.chunks_mut(1_000_001).enumerate() {

@@ -355,7 +355,7 @@ fn offline(images: &Images, cluster: u64) -> (bool, bool) {
     if let Err(error) = &mapped {
         assert!(error.to_string().contains("behind the end of the file"), "{error}");
     }
-    let reader = nowait_image::ChainReader::new(&chain).unwrap();
+    let reader = nowait_image::ChainReader::new(chain.layers()).unwrap();
     (mapped.is_ok(), reader.read_at(cluster * CLUSTER, &mut [0]).is_ok())
 }
 

@@ -32,7 +32,7 @@ fn exercise(images: &Images, outcomes: &mut [u64; 2]) {
     });
     assert!(mapped.is_err() || end == chain.top().size);
     let _ = check(&chain, &mut |_, _| {});
-    if let Ok(reader) = ChainReader::new(&chain) {
+    if let Ok(reader) = ChainReader::new(chain.layers()) {
         let mut memory = vec![0; 1 << 16];
         let mut pos = 0;
         while pos < reader.size().min(4 << 20) {

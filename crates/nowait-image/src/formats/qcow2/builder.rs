@@ -10,6 +10,7 @@ use std::io;
 
 use nowait::ByteRange;
 
+use crate::formats::driver::ImageBuilder;
 use crate::formats::qcow2::encode::encode;
 use crate::formats::qcow2::entries::with_copied;
 use crate::formats::qcow2::header::{Header, MAX_POS};
@@ -49,46 +50,6 @@ impl Qcow2Builder {
         Ok(Self { header, tables: BTreeMap::new(), next })
     }
 
-    /// Size of the disk in bytes.
-    #[must_use]
-    pub const fn size(&self) -> u64 {
-        self.header.size
-    }
-
-    /// The end of the clusters that are allocated so far, in bytes of the file.
-    #[must_use]
-    pub const fn data_end(&self) -> u64 {
-        self.next * self.header.cluster_bytes()
-    }
-
-    /// The end of the data in the file, in bytes, if all of the disk is written.
-    #[must_use]
-    pub fn max_data_end(&self) -> u64 {
-        let cluster = self.header.cluster_bytes();
-        (1 + (u64::from(self.header.l1_entries) * 8).div_ceil(cluster)) * cluster
-            + self.header.size.next_multiple_of(cluster)
-    }
-
-    /// The ranges of the file for the bytes of `range`, which is inside the disk, in the order of
-    /// the disk. Bytes of a cluster that were not written before are zeros.
-    pub fn allocate(&mut self, range: ByteRange) -> Vec<ByteRange> {
-        let bits = self.header.cluster_bits;
-        let cluster_bytes = self.header.cluster_bytes();
-        let mut ranges: Vec<ByteRange> = Vec::new();
-        let mut pos = range.pos;
-        while pos < range.end() {
-            let inside = pos % cluster_bytes;
-            let len = (cluster_bytes - inside).min(range.end() - pos);
-            let at = (self.cluster(pos >> bits) << bits) + inside;
-            match ranges.last_mut() {
-                Some(last) if last.end() == at => last.len += len,
-                _ => ranges.push(ByteRange::new(at, len)),
-            }
-            pos += len;
-        }
-        ranges
-    }
-
     /// The cluster of the file for the cluster with this number on the disk, allocated if needed.
     fn cluster(&mut self, number: u64) -> u64 {
         let entries = self.header.l2_entries();
@@ -107,14 +68,42 @@ impl Qcow2Builder {
             }
         }
     }
+}
 
-    /// Writes the tables to `file`, in which all data has been written, and sets its length. The
-    /// caller has to sync the file.
-    ///
-    /// # Errors
-    /// [`io::ErrorKind::FileTooLarge`] if the image is larger than its tables can express; the errno of
-    /// a failed write.
-    pub fn finish(&mut self, file: &ImageFile) -> io::Result<()> {
+impl ImageBuilder for Qcow2Builder {
+    fn size(&self) -> u64 {
+        self.header.size
+    }
+
+    fn data_end(&self) -> u64 {
+        self.next * self.header.cluster_bytes()
+    }
+
+    fn max_data_end(&self) -> u64 {
+        let cluster = self.header.cluster_bytes();
+        (1 + (u64::from(self.header.l1_entries) * 8).div_ceil(cluster)) * cluster
+            + self.header.size.next_multiple_of(cluster)
+    }
+
+    fn allocate(&mut self, range: ByteRange) -> Vec<ByteRange> {
+        let bits = self.header.cluster_bits;
+        let cluster_bytes = self.header.cluster_bytes();
+        let mut ranges: Vec<ByteRange> = Vec::new();
+        let mut pos = range.pos;
+        while pos < range.end() {
+            let inside = pos % cluster_bytes;
+            let len = (cluster_bytes - inside).min(range.end() - pos);
+            let at = (self.cluster(pos >> bits) << bits) + inside;
+            match ranges.last_mut() {
+                Some(last) if last.end() == at => last.len += len,
+                _ => ranges.push(ByteRange::new(at, len)),
+            }
+            pos += len;
+        }
+        ranges
+    }
+
+    fn finish(&mut self, file: &ImageFile) -> io::Result<()> {
         let cluster = self.header.cluster_bytes();
         let l2_pos = self.next * cluster;
         let tables = self.tables.len() as u64;
@@ -156,7 +145,7 @@ mod tests {
 
     use super::*;
     use crate::chain::{Chain, ChainOptions};
-    use crate::chain_reader::ChainReader;
+    use crate::formats::chain_reader::ChainReader;
     use crate::formats::format::Format;
     use crate::offline::check::check;
 
@@ -204,7 +193,7 @@ mod tests {
             assert_eq!((report.corruptions, report.leaks), (0, 0));
             assert_eq!(report.image_end, file.size().unwrap());
             let mut read = vec![0; size as usize];
-            ChainReader::new(&chain).unwrap().read_at(0, &mut read).unwrap();
+            ChainReader::new(chain.layers()).unwrap().read_at(0, &mut read).unwrap();
             assert!(read == disk, "clusters of {cluster}");
         }
     }

@@ -5,10 +5,9 @@
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
-use std::path::{Path, PathBuf};
 
 use crate::error::ImageError;
-use crate::file_name::plain_name;
+use crate::formats::layer::BackingName;
 use crate::image_file::ImageFile;
 
 /// The first bytes of every qcow2 image.
@@ -61,27 +60,6 @@ pub enum Compression {
     Zstd,
     /// An unknown number.
     Unknown(u8),
-}
-
-/// The backing file as named in the header.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct BackingName {
-    /// As in the header; may be relative to the image's directory.
-    pub name: OsString,
-    /// The format, where it is recorded.
-    pub format: Option<String>,
-}
-
-impl BackingName {
-    /// The name for programs in any directory, of an image in `directory`: a path, or the name as it is
-    /// where it is none, as QEMU has it (`full-backing-filename`).
-    #[must_use]
-    pub fn full(&self, directory: &Path) -> PathBuf {
-        match plain_name(&self.name) == Some(Path::new(&self.name)) {
-            true => directory.join(&self.name),
-            false => PathBuf::from(&self.name),
-        }
-    }
 }
 
 /// The list of an image's dirty bitmaps (QEMU docs/interop/qcow2.txt, "Bitmaps extension").

@@ -223,7 +223,7 @@ fn check_image(path: &Path, disk: u64, events: &[Event], label: &str) {
     let report = check::check(&chain, &mut |_, _| {}).unwrap();
     assert_eq!(report.corruptions, 0, "{label}: {report:?}");
     let mut bytes = vec![0; disk as usize];
-    ChainReader::new(&chain).unwrap().read_at(0, &mut bytes).unwrap();
+    ChainReader::new(chain.layers()).unwrap().read_at(0, &mut bytes).unwrap();
     let found = bytes.chunks_exact(SECTOR as usize);
     for ((found, sector), at) in found.zip(expected(disk, events)).zip(0..) {
         let first = (sector.durable == 0).then_some((0, Change::Bytes));

@@ -12,8 +12,6 @@ use std::{fmt, io};
 use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::drivers::CommonStorageHelper;
 
-use crate::formats::qcow2::encode::encode;
-use crate::formats::qcow2::header::{Header, INCOMPATIBLE_DATA_FILE};
 use crate::image_file::ImageFile;
 
 /// One file, read by imago.
@@ -35,13 +33,14 @@ impl ImagoStorage {
         Self { file: Arc::clone(file), header_bytes: Vec::new(), cluster: None, helper }
     }
 
-    /// The file of a qcow2 image.
-    pub(crate) fn qcow2(file: &Arc<ImageFile>, header: &Header) -> Self {
-        Self {
-            header_bytes: sanitized_header(header),
-            cluster: Some(header.cluster_bytes()),
-            ..Self::data(file)
-        }
+    /// A file whose first bytes are replaced by `header_bytes`, and that ends after whole clusters of
+    /// `cluster` bytes.
+    pub(crate) fn behind_header(
+        file: &Arc<ImageFile>,
+        header_bytes: Vec<u8>,
+        cluster: u64,
+    ) -> Self {
+        Self { header_bytes, cluster: Some(cluster), ..Self::data(file) }
     }
 
     fn read(&self, pos: u64, memory: &mut [u8]) -> io::Result<()> {
@@ -56,18 +55,6 @@ impl ImagoStorage {
         head.copy_from_slice(&from_header[..len]);
         self.file.read_at(pos.saturating_add(len as u64), rest)
     }
-}
-
-/// A header without names and extensions, and with no bit set but the one for a data file.
-fn sanitized_header(header: &Header) -> Vec<u8> {
-    encode(&Header {
-        incompatible: header.incompatible & INCOMPATIBLE_DATA_FILE,
-        autoclear: 0,
-        backing: None,
-        snapshots: 0,
-        snapshots_pos: 0,
-        ..header.clone()
-    })
 }
 
 impl fmt::Display for ImagoStorage {

@@ -14,15 +14,16 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 
-use crate::chain::{Layer, LayerFormat};
 use crate::error::ImageError;
+use crate::formats::layer::Layer;
+use crate::formats::qcow2::check;
+use crate::formats::qcow2::content::header_of;
 use crate::formats::qcow2::entries::{BadEntry, Cluster, L1Entry, ZERO, with_copied};
 use crate::formats::qcow2::header::{Header, MAX_L1_BYTES};
 use crate::formats::qcow2::layout;
 use crate::formats::qcow2::lookup::read_table;
+use crate::formats::qcow2::offline_allocator::RefcountAllocator;
 use crate::image_file::ImageFile;
-use crate::offline::check;
-use crate::offline::offline_allocator::RefcountAllocator;
 
 /// Bytes of new data and of tables after which a batch is committed; small in tests, so that these
 /// have several batches.
@@ -65,10 +66,8 @@ pub(crate) struct Editor<'a> {
 pub(crate) fn check_editable(layer: &Layer) -> Result<&Header, ImageError> {
     let file = &layer.file;
     let refused = |why: &str| Err(ImageError::refused(file.path(), why));
-    let LayerFormat::Qcow2 { header, data } = &layer.content else {
-        return refused("it is no qcow2 image");
-    };
-    if data.is_some() {
+    let header = header_of(layer)?;
+    if header.has_data_file() {
         return refused(
             "its data is in a file of its own, and it is only read here (use qemu-img)",
         );

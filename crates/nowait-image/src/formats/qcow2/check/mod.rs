@@ -6,40 +6,23 @@
 
 pub(crate) mod recount;
 pub(crate) mod metadata_scan;
-pub mod repair;
+pub(crate) mod refcount_repair;
 
 use std::collections::BTreeSet;
 use std::io;
 
-use crate::chain::{Chain, LayerFormat};
 use crate::error::ImageError;
+use crate::formats::driver::{Progress, Report};
+use crate::formats::layer::Layer;
+use crate::formats::qcow2::content::header_of;
 use crate::formats::qcow2::entries::{COPIED, Cluster, L1Entry};
 use crate::formats::qcow2::header::Header;
 use crate::formats::qcow2::lookup::read_table;
 use crate::formats::qcow2::refcounts;
 use crate::formats::qcow2::refcounts::Refcounts;
 use crate::image_file::ImageFile;
-use metadata_scan::{Progress, ScanTotals};
+use metadata_scan::ScanTotals;
 use recount::{GROUP_CLUSTERS, RecountedClusters};
-
-/// The result of a check.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Report {
-    /// Wrong refcounts, flags and pointers.
-    pub corruptions: u64,
-    /// Clusters with a refcount that is too high.
-    pub leaks: u64,
-    /// Clusters of the disk.
-    pub total_clusters: u64,
-    /// Those of them that are allocated in this image.
-    pub allocated_clusters: u64,
-    /// Those of them that are compressed.
-    pub compressed_clusters: u64,
-    /// Those of them that do not follow the previous one in the file.
-    pub fragmented_clusters: u64,
-    /// The end of the last cluster in use, in bytes of the file.
-    pub image_end: u64,
-}
 
 /// A refcount in the image that is not the number of references.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,21 +48,13 @@ pub(crate) struct Findings {
 /// Most findings that one round keeps for repair; the next round finds the rest.
 pub(crate) const MAX_FINDINGS: usize = 1 << 20;
 
-/// Checks the top image of `chain`, which must be qcow2. `progress` gets the work done and the
-/// total from time to time.
+/// Checks the image of `layer`, which is qcow2.
 ///
 /// # Errors
-/// A refusal of an image that is not qcow2; the errno of a failed read.
-pub fn check(chain: &Chain, progress: &mut dyn FnMut(u64, u64)) -> Result<Report, ImageError> {
-    let file = &chain.top().file;
-    let LayerFormat::Qcow2 { header, .. } = &chain.top().content else {
-        return Err(ImageError::refused(
-            file.path(),
-            "raw images have nothing that could be checked",
-        ));
-    };
-    let (report, _) = find(file, header, progress)
-        .map_err(|error| ImageError::os(file.path(), "read", &error))?;
+/// The errno of a failed read.
+pub(crate) fn check(layer: &Layer, progress: Progress<'_>) -> Result<Report, ImageError> {
+    let found = find(&layer.file, header_of(layer)?, progress);
+    let (report, _) = found.map_err(|error| ImageError::os(layer.file.path(), "read", &error))?;
     Ok(report)
 }
 

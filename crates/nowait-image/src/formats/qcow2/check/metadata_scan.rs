@@ -6,12 +6,13 @@
 use std::collections::BTreeSet;
 use std::io;
 
+use crate::formats::driver::Progress;
 use crate::formats::qcow2::bitmaps;
+use crate::formats::qcow2::check::recount::RecountedClusters;
 use crate::formats::qcow2::entries::{Cluster, L1Entry, refcount_block};
 use crate::formats::qcow2::header::{Header, MAX_POS, be32, be64};
 use crate::formats::qcow2::lookup::read_table;
 use crate::image_file::ImageFile;
-use crate::offline::check::recount::RecountedClusters;
 
 /// Limits on the bytes and entries that a list of snapshots or bitmaps makes the scan read
 /// (block/qcow2.h, `QCOW_MAX_SNAPSHOTS_SIZE`, `QCOW_MAX_L1_SIZE`, `BME_MAX_TABLE_SIZE`).
@@ -35,9 +36,6 @@ pub(crate) struct ScanTotals {
     /// Positions of refcount blocks that have another use, too.
     pub(crate) shared_blocks: BTreeSet<u64>,
 }
-
-/// Callback for progress: bytes or entries done, and the total.
-pub(crate) type Progress<'a> = &'a mut dyn FnMut(u64, u64);
 
 /// The owner of the L1 table that is scanned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

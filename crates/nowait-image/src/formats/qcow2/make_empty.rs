@@ -7,13 +7,13 @@
 use std::collections::BTreeSet;
 use std::io;
 
+use crate::formats::qcow2::editor::write_entries;
 use crate::formats::qcow2::entries::refcount_block;
 use crate::formats::qcow2::header::Header;
 use crate::formats::qcow2::layout::write_numbers;
 use crate::formats::qcow2::lookup::read_table;
 use crate::formats::qcow2::refcounts;
 use crate::image_file::ImageFile;
-use crate::offline::editor::write_entries;
 
 /// Empties the image in `file`, which has neither snapshots nor bitmaps, and frees its space.
 pub(crate) fn make_empty(file: &ImageFile, header: &Header) -> io::Result<()> {

@@ -7,43 +7,30 @@
 use std::collections::BTreeSet;
 use std::io;
 
-use crate::chain::{Chain, LayerFormat};
 use crate::error::ImageError;
+use crate::formats::driver::{Progress, Repaired};
+use crate::formats::layer::Layer;
+use crate::formats::qcow2::check::{Findings, MAX_FINDINGS, RefcountMismatch, find};
+use crate::formats::qcow2::content::header_of;
 use crate::formats::qcow2::entries::refcount_block;
 use crate::formats::qcow2::header::Header;
 use crate::formats::qcow2::lookup::read_table;
 use crate::formats::qcow2::refcounts;
 use crate::image_file::ImageFile;
-use crate::offline::check::metadata_scan::Progress;
-use crate::offline::check::{Findings, MAX_FINDINGS, RefcountMismatch, Report, find};
 
 /// Most rounds: each one finds what was beyond [`MAX_FINDINGS`] in the one before.
 const MAX_ROUNDS: usize = 64;
 
-/// The result of a repair.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Repaired {
-    /// The state after the repair.
-    pub report: Report,
-    /// Corruptions that were repaired.
-    pub corruptions_fixed: u64,
-    /// Leaks that were repaired.
-    pub leaks_fixed: u64,
-}
-
-/// Repairs the top image of `chain`, which was opened for writing and with
+/// Repairs the image of `layer`, which is qcow2 and was opened for writing and with
 /// [`crate::ChainOptions::damaged`].
 ///
 /// Invalid pointers, and refcounts that have no refcount block of their own or do not fit it, stay
 /// as they are and are in the report.
 ///
 /// # Errors
-/// A refusal of an image that is not qcow2; the errno of a failed read or write.
-pub fn repair(chain: &Chain, progress: &mut dyn FnMut(u64, u64)) -> Result<Repaired, ImageError> {
-    let file = &chain.top().file;
-    let LayerFormat::Qcow2 { header, .. } = &chain.top().content else {
-        return Err(ImageError::refused(file.path(), "raw images have nothing to be repaired"));
-    };
+/// The errno of a failed read or write.
+pub(crate) fn repair(layer: &Layer, progress: Progress<'_>) -> Result<Repaired, ImageError> {
+    let (file, header) = (&layer.file, header_of(layer)?);
     run(file, header, progress).map_err(|error| ImageError::os(file.path(), "repair", &error))
 }
 

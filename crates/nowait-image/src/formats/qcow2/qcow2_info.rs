@@ -5,13 +5,16 @@
 
 use std::path::Path;
 
-use nowait_image::{Bitmap, Compression, Header, ImageError, ImageFile};
 use serde_json::{Map, Value, json};
 
-use crate::error::plain;
-use crate::size::human;
+use crate::error::{ImageError, plain};
+use crate::formats::driver::{Fact, ImageInfo};
+use crate::formats::format::Format;
+use crate::formats::qcow2::bitmaps::Bitmap;
+use crate::formats::qcow2::header::{Compression, Header};
+use crate::image_file::ImageFile;
 
-pub(crate) struct Qcow2Info {
+struct Qcow2Info {
     header: Header,
     /// The backing file's path relative to the current directory, not to the image's.
     full_backing: Option<String>,
@@ -19,21 +22,29 @@ pub(crate) struct Qcow2Info {
     bitmaps: Vec<Bitmap>,
 }
 
-impl Qcow2Info {
-    /// Reads it from `file`, the image at path `image`.
-    ///
-    /// # Errors
-    /// As [`Header::read`].
-    pub(crate) fn read(file: &ImageFile, image: &Path) -> Result<Self, ImageError> {
-        let header = Header::read(file)?;
-        let bitmaps = Bitmap::all(file, &header).unwrap_or_default();
-        let full_backing = header.backing.as_ref().map(|backing| {
-            let directory = image.parent().unwrap_or(Path::new(""));
-            backing.full(directory).to_string_lossy().into_owned()
-        });
-        Ok(Self { header, full_backing, bitmaps })
-    }
+/// Reads the header from `file`, the image at path `image`.
+///
+/// # Errors
+/// As [`Header::read`].
+pub(crate) fn read(file: &ImageFile, image: &Path) -> Result<Option<ImageInfo>, ImageError> {
+    let header = Header::read(file)?;
+    let bitmaps = Bitmap::all(file, &header).unwrap_or_default();
+    let full_backing = header.backing.as_ref().map(|backing| {
+        let directory = image.parent().unwrap_or(Path::new(""));
+        backing.full(directory).to_string_lossy().into_owned()
+    });
+    let info = Qcow2Info { header, full_backing, bitmaps };
+    Ok(Some(ImageInfo {
+        format: Format::Qcow2,
+        title: format!("qcow2, version {}", info.header.version),
+        size: info.header.size,
+        json: info.in_json(),
+        lines: info.in_words(),
+        note: info.header.supported(true).err(),
+    }))
+}
 
+impl Qcow2Info {
     fn compression(&self) -> &'static str {
         match self.header.compression {
             Compression::Deflate => "zlib",
@@ -47,7 +58,7 @@ impl Qcow2Info {
     }
 
     /// The keys that `qemu-img info --output=json` has for such an image.
-    pub(crate) fn in_json(&self) -> Map<String, Value> {
+    fn in_json(&self) -> Map<String, Value> {
         let header = &self.header;
         let mut data = json!({
             "compat": self.version(),
@@ -85,37 +96,26 @@ impl Qcow2Info {
         object
     }
 
-    /// Lines of text, a name and a value each, in the words of `qemu-img info`. `file_bytes` is the
-    /// length of the file, `space` the text for its allocated space.
-    pub(crate) fn in_words(&self, file_bytes: u64, space: String) -> Vec<(&'static str, String)> {
+    /// Lines of text, a name and a fact each, in the words of `qemu-img info`.
+    fn in_words(&self) -> Vec<(&'static str, Fact)> {
         let header = &self.header;
-        let mut lines = vec![
-            ("format", format!("qcow2, version {}", header.version)),
-            ("virtual size", human(header.size)),
-            ("disk size", space),
-            ("file length", human(file_bytes)),
-            ("cluster size", human(header.cluster_bytes())),
-        ];
+        let mut lines = vec![("cluster size", Fact::Bytes(header.cluster_bytes()))];
+        let mut tell = |name, words| lines.push((name, Fact::Words(words)));
         if let Some(backing) = &header.backing {
             let format = backing.format.as_deref().unwrap_or("format not recorded");
-            lines.push(("backing file", format!("{} ({})", shown(&backing.name), shown(format))));
+            tell("backing file", format!("{} ({})", shown(&backing.name), shown(format)));
         }
         if header.has_data_file() {
             let name = header.data_file.as_deref().map_or("not recorded".into(), shown);
-            lines.push(("data file", name));
+            tell("data file", name);
         }
         if header.snapshots > 0 {
-            lines.push(("snapshots", header.snapshots.to_string()));
+            tell("snapshots", header.snapshots.to_string());
         }
         if !self.bitmaps.is_empty() {
-            lines.push(("bitmaps", self.bitmaps.len().to_string()));
+            tell("bitmaps", self.bitmaps.len().to_string());
         }
         lines
-    }
-
-    /// Why the image cannot be served writable, if so.
-    pub(crate) fn note(&self) -> Option<(&'static str, String)> {
-        self.header.supported(true).err().map(|why| ("note", why))
     }
 }
 
