@@ -414,6 +414,16 @@ struct NamedFiles<'a> {
 }
 
 impl OtherFiles for NamedFiles<'_> {
+    fn extent_file(
+        &mut self,
+        image: &ImageFile,
+        name: &OsStr,
+    ) -> Result<Arc<ImageFile>, ImageError> {
+        let file = self.policy.extent_file(image.path(), name)?;
+        self.chain.lock(&file, false, self.options)?;
+        Ok(Arc::new(file))
+    }
+
     fn data_file(&mut self, image: &ImageFile, name: &OsStr) -> Result<Arc<ImageFile>, ImageError> {
         let Self { writable, options, .. } = *self;
         let data = self.policy.data_file(image.path(), name, options.opening(writable))?;

@@ -18,9 +18,11 @@ use crate::formats::format::Format;
 use crate::formats::layer::Layer;
 use crate::formats::qcow2::header::MAGIC;
 use crate::formats::signature::{Signature, mark_raw};
+use crate::formats::table::DRIVERS;
 use crate::image_file::{FileId, ImageFile};
 use crate::lock::LockError;
 use crate::qcow2_disk::{self, OpenImage, Qcow2Map, ServeOptions};
+use crate::read_only_disk::{self, ReadOnlyMap};
 use crate::warning::Warning;
 
 /// An open image: its device, and the locks on its files. To be dropped after the last request.
@@ -32,6 +34,7 @@ pub struct Image {
 enum Content {
     Raw { device: Arc<BlockDevice<AllocationCache>>, chain: Chain },
     Qcow2 { device: Arc<BlockDevice<Qcow2Map>>, open_image: OpenImage },
+    ReadOnly { device: Arc<BlockDevice<ReadOnlyMap>>, chain: Chain },
 }
 
 /// Opens and locks the image at `path`, in the format of `options` or else in the detected one: a
@@ -70,12 +73,16 @@ pub fn open_storage(
 fn of_chain(chain: Chain, options: &ChainOptions) -> Result<Image, ImageError> {
     let path = chain.top().file.path().to_owned();
     let mut warnings = chain.warnings().to_vec();
-    let content = match chain.top().format().is_raw() {
-        true => open_raw(chain, options, &mut warnings)?,
-        false => {
-            let ChainOptions { writable, direct, no_hint, .. } = *options;
-            let options = ServeOptions { writable, direct, hint: !no_hint };
-            let (device, open_image) = qcow2_disk::open(chain, options)?;
+    let ChainOptions { writable, direct, no_hint, .. } = *options;
+    let serve = ServeOptions { writable, direct, hint: !no_hint };
+    let content = match chain.top() {
+        top if top.format().is_raw() => open_raw(chain, options, &mut warnings)?,
+        top if top.table().is_some() => {
+            let device = Arc::new(read_only_disk::open(&chain, serve)?);
+            Content::ReadOnly { device, chain }
+        }
+        _ => {
+            let (device, open_image) = qcow2_disk::open(chain, serve)?;
             Content::Qcow2 { device: Arc::new(device), open_image }
         }
     };
@@ -127,6 +134,16 @@ fn open_raw(
     // Without a mark one that was guessed is refused at the next start if a guest has made it begin like another format, and
     // so much is told then. One that was named raw could begin like qcow2.
     let is_marked = writable && !is_device && file.fd().and_then(mark_raw).is_ok();
+    if writable && !is_device && !is_marked && options.format.is_none() {
+        // A client could make it begin like the format that its name tells, and be that at the next start.
+        let guessed = DRIVERS
+            .iter()
+            .find(|it| it.guessed_ending.is_some() && it.is_guessed_by_name(file.path()));
+        if let Some(driver) = guessed {
+            let why = format!("it is no {} image by its first bytes (say -f raw)", driver.name);
+            return Err(ImageError::refused(file.path(), why));
+        }
+    }
     if writable && !is_device && !is_marked && options.format.is_some() {
         warnings.push(Warning::NotMarked(file.path().to_owned()));
     }
@@ -185,7 +202,7 @@ impl Image {
 
     fn top(&self) -> &Layer {
         match &self.content {
-            Content::Raw { chain, .. } => chain.top(),
+            Content::Raw { chain, .. } | Content::ReadOnly { chain, .. } => chain.top(),
             Content::Qcow2 { open_image, .. } => open_image.chain().top(),
         }
     }
@@ -209,6 +226,7 @@ impl Image {
                 files
             }
             Content::Qcow2 { open_image, .. } => open_image.held_files(),
+            Content::ReadOnly { chain, .. } => chain.held_files(),
         }
     }
 
@@ -219,7 +237,7 @@ impl Image {
     /// As [`crate::lock::lower`].
     pub fn lower_locks_below(&self) -> Result<(), LockError> {
         match &self.content {
-            Content::Raw { .. } => Ok(()),
+            Content::Raw { .. } | Content::ReadOnly { .. } => Ok(()),
             Content::Qcow2 { open_image, .. } => open_image.lower_locks_below(),
         }
     }
@@ -230,6 +248,7 @@ impl Image {
         match &self.content {
             Content::Raw { device, .. } => device.clone(),
             Content::Qcow2 { device, .. } => device.clone(),
+            Content::ReadOnly { device, .. } => device.clone(),
         }
     }
 
@@ -252,7 +271,7 @@ impl Image {
         }
         self.flush()?;
         match &self.content {
-            Content::Raw { .. } => Ok(()),
+            Content::Raw { .. } | Content::ReadOnly { .. } => Ok(()),
             Content::Qcow2 { open_image, .. } => open_image.settle(),
         }
     }
@@ -268,7 +287,7 @@ impl Image {
         }
         self.flush()?;
         match self.content {
-            Content::Raw { .. } => Ok(()),
+            Content::Raw { .. } | Content::ReadOnly { .. } => Ok(()),
             Content::Qcow2 { open_image, .. } => open_image.close(),
         }
     }

@@ -168,6 +168,11 @@ impl ImageFile {
         }
     }
 
+    /// The storage behind it.
+    pub(crate) fn storage(&self) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
     /// The storage itself, if it is reached without a descriptor and so cannot be opened by its name a
     /// second time.
     pub(crate) fn remote(&self) -> Option<&Arc<dyn Storage>> {

@@ -30,6 +30,7 @@ mod base_version;
 mod chain;
 mod offline;
 pub mod qcow2_disk;
+mod read_only_disk;
 mod image;
 
 pub use atomic_file::{AtomicFile, OverwritePolicy};

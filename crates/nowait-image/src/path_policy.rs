@@ -79,11 +79,35 @@ impl PathPolicy {
         name: &OsStr,
         opening: Opening,
     ) -> Result<ImageFile, ImageError> {
+        self.file_beside(image, name, "backing file", opening)
+    }
+
+    /// Opens the file with a part of the disk that `image` calls `name`, for reading: under the rules for
+    /// backing files, and with a name that is no path.
+    pub(crate) fn extent_file(&self, image: &Path, name: &OsStr) -> Result<ImageFile, ImageError> {
+        if Path::new(name).file_name() != Some(name) || name.as_bytes().contains(&b'/') {
+            let what = format!(
+                "its extent '{}' is named by a path, and only a file beside it is opened",
+                shown(name)
+            );
+            return Err(ImageError::refused(image, what));
+        }
+        self.file_beside(image, name, "extent", Opening::ReadOnly)
+    }
+
+    /// Opens the file `name`, which is `what_for` for `image`, if it is in one of the directories.
+    fn file_beside(
+        &self,
+        image: &Path,
+        name: &OsStr,
+        what_for: &str,
+        opening: Opening,
+    ) -> Result<ImageFile, ImageError> {
         let shown = shown(name);
         let refused = |what: String| {
-            Err(ImageError::refused(image, format!("its backing file '{shown}' {what}")))
+            Err(ImageError::refused(image, format!("its {what_for} '{shown}' {what}")))
         };
-        let (path, real) = find(image, name, "backing file")?;
+        let (path, real) = find(image, name, what_for)?;
         let (Some(parent), Some(file_name)) = (real.parent(), real.file_name()) else {
             return refused("is no file".into());
         };

@@ -33,6 +33,9 @@ pub struct Driver {
     pub(crate) aliases: &'static [&'static str],
     /// The endings of file names, without the dot, by which a new image gets this format.
     pub endings: &'static [&'static str],
+    /// The ending that the name of a file must have, without the dot, to be guessed to be an image of this
+    /// format by its first bytes. `None`: the first bytes are enough.
+    pub(crate) guessed_ending: Option<&'static str>,
     /// Bytes in which the size of a disk is counted.
     pub(crate) size_unit: u64,
     /// Whether images are written to.
@@ -58,6 +61,13 @@ impl Driver {
     pub(crate) fn begins(&self, first: &[u8]) -> bool {
         self.magics.iter().any(|magic| first.starts_with(magic))
     }
+
+    /// Whether a file called `path` that begins like this format is guessed to be an image of it.
+    pub(crate) fn is_guessed_by_name(&self, path: &Path) -> bool {
+        self.guessed_ending.is_none_or(|ending| {
+            path.extension().is_some_and(|found| found.eq_ignore_ascii_case(ending))
+        })
+    }
 }
 
 /// The terms on which an image is opened.
@@ -70,6 +80,16 @@ pub(crate) struct OpenTerms<'a> {
 
 /// Opens the other files that a header names, under the rules for files that a stranger may have named.
 pub(crate) trait OtherFiles {
+    /// A file with a part of the disk of `image`, which is only read: one in the directory of `image`.
+    ///
+    /// # Errors
+    /// A refusal; the errno of a failed system call.
+    fn extent_file(
+        &mut self,
+        image: &ImageFile,
+        name: &OsStr,
+    ) -> Result<Arc<ImageFile>, ImageError>;
+
     /// The file with the data of `image`, which may be written to: one that the user has given.
     ///
     /// # Errors

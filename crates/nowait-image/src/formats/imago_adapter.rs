@@ -11,7 +11,9 @@ use std::{fmt, io};
 
 use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::drivers::CommonStorageHelper;
+use nowait::ReadCursor;
 
+use crate::formats::mapped_disk::MappedDisk;
 use crate::image_file::ImageFile;
 
 /// One file, read by imago.
@@ -23,6 +25,8 @@ pub(crate) struct ImagoStorage {
     /// Bytes of a cluster, for a qcow2 image: the missing part of its last cluster is zeros, and a
     /// read behind that fails.
     cluster: Option<u64>,
+    /// The disk to be read in place of the file.
+    mapped: Option<MappedDisk>,
     helper: CommonStorageHelper,
 }
 
@@ -30,7 +34,13 @@ impl ImagoStorage {
     /// A file without a header: raw, or with a qcow2 image's data.
     pub(crate) fn data(file: &Arc<ImageFile>) -> Self {
         let helper = CommonStorageHelper::default();
-        Self { file: Arc::clone(file), header_bytes: Vec::new(), cluster: None, helper }
+        Self {
+            file: Arc::clone(file),
+            header_bytes: Vec::new(),
+            cluster: None,
+            mapped: None,
+            helper,
+        }
     }
 
     /// A file whose first bytes are replaced by `header_bytes`, and that ends after whole clusters of
@@ -43,7 +53,15 @@ impl ImagoStorage {
         Self { header_bytes, cluster: Some(cluster), ..Self::data(file) }
     }
 
+    /// A disk that another format's table maps, as if it were a raw file.
+    pub(crate) fn mapped(file: &Arc<ImageFile>, disk: MappedDisk) -> Self {
+        Self { mapped: Some(disk), ..Self::data(file) }
+    }
+
     fn read(&self, pos: u64, memory: &mut [u8]) -> io::Result<()> {
+        if let Some(disk) = &self.mapped {
+            return Ok(disk.read(pos, ReadCursor::from(memory))?);
+        }
         if let Some(cluster) = self.cluster
             && pos >= self.file.size()?.next_multiple_of(cluster)
         {
@@ -65,7 +83,7 @@ impl fmt::Display for ImagoStorage {
 
 impl imago::Storage for ImagoStorage {
     fn size(&self) -> io::Result<u64> {
-        self.file.size()
+        self.mapped.as_ref().map_or_else(|| self.file.size(), |disk| Ok(disk.size()))
     }
 
     // SAFETY: the trait leaves the serialization of overlapping requests to the caller; this code

@@ -4,11 +4,15 @@
 //! ([`driver::Driver`]) of an image's [`format::Format`].
 
 pub(crate) mod format;
+pub(crate) mod decompressed_cache;
+pub(crate) mod mapped_disk;
+pub(crate) mod table_blocks;
 pub(crate) mod imago_adapter;
 pub(crate) mod layer;
 pub(crate) mod chain_reader;
 pub(crate) mod driver;
 pub(crate) mod raw;
+pub(crate) mod mapped_content;
 pub(crate) mod qcow2;
 pub(crate) mod table;
 pub(crate) mod signature;

@@ -9,8 +9,9 @@ use crate::formats::signature::Signature;
 use crate::image_file::ImageFile;
 
 impl Format {
-    /// The format of `file` by its first bytes: qcow2 if they are qcow2's, else raw. A block device
-    /// is always raw: as a rule its bytes are a guest's.
+    /// The format of `file` by its first bytes: qcow2 if they are qcow2's, else raw; for other formats
+    /// its name must have their ending, too. A block device is always raw: as a rule its bytes are a
+    /// guest's.
     ///
     /// A guess is safe only for a file whose first bytes no guest could choose: a guest with a raw
     /// disk can make it begin like qcow2. So a file that was ever served raw has to be opened with
@@ -27,7 +28,12 @@ impl Format {
             Some(Signature::Supported(format)) if is_marked() => {
                 refused(signature::refusal_of_marked(format))
             }
-            Some(Signature::Supported(format)) => Ok(format),
+            Some(Signature::Supported(format)) => {
+                match format.driver().is_guessed_by_name(file.path()) {
+                    true => Ok(format),
+                    false => refused(signature::refusal_of_unnamed(format)),
+                }
+            }
             // It was no such file when it was opened as a raw disk first: a guest has made it begin so.
             Some(_) if is_marked() => Ok(Self::Raw),
             Some(other) => refused(other.refusal()),

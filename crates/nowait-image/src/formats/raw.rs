@@ -26,6 +26,7 @@ pub(crate) const DRIVER: Driver = Driver {
     name: "raw",
     aliases: &["file", "host_device"],
     endings: &[],
+    guessed_ending: None,
     size_unit: 1,
     writable: true,
     magics: &[],

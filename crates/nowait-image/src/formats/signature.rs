@@ -129,6 +129,16 @@ pub(crate) fn refusal_of_marked(format: Format) -> String {
     )
 }
 
+/// The reason for refusing a file without a given format that begins like `format` and is called otherwise.
+pub(crate) fn refusal_of_unnamed(format: Format) -> String {
+    let (name, ending) = (format.name(), format.driver().guessed_ending.unwrap_or_default());
+    let begins = Signature::Supported(format).words();
+    format!(
+        "it begins like {begins}, and its name does not end in .{ending} (say which it is: -f {name} or \
+         -f raw)"
+    )
+}
+
 /// Marks the file as declared raw: its first bytes then do not tell its format.
 ///
 /// # Errors

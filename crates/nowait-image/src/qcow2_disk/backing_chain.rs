@@ -5,16 +5,16 @@
 
 use std::sync::Arc;
 
-use nowait::{ByteRange, Error, IoBuffer, ReadCursor, Storage};
+use nowait::{ByteRange, Error, ReadCursor, Storage};
 
+use crate::formats::decompressed_cache::{DecompressedCache, Form, Packing};
+use crate::formats::mapped_disk::{Place, RunTable};
 use crate::formats::qcow2::entries::Cluster;
 use crate::formats::qcow2::header::Header;
 use crate::injected_bug;
 use crate::injected_bug::ImageBug;
 
-use crate::qcow2_disk::backing_tables::{BackingTables, bytes_of, clusters_of, damaged};
-use crate::qcow2_disk::decompressed_cache;
-use crate::qcow2_disk::decompressed_cache::DecompressedCache;
+use crate::qcow2_disk::backing_tables::{BackingTables, bytes_of, clusters_of};
 use crate::qcow2_disk::writeback::MetadataWriteback;
 
 /// Most bytes that are read with one lookup.
@@ -26,13 +26,17 @@ pub(crate) enum Kind {
     Raw,
     /// Clusters, whose positions are in tables.
     Qcow2(BackingTables),
+    /// The table of another format.
+    Mapped(Arc<dyn RunTable>),
 }
 
 /// An image below the top one.
 pub(crate) struct BackingImage {
     pub(crate) kind: Kind,
-    /// The file with the data.
-    pub(crate) data: Arc<dyn Storage>,
+    /// The files with the data.
+    pub(crate) files: Vec<Arc<dyn Storage>>,
+    /// The number of the first of them.
+    pub(crate) first_file: u8,
     /// Bytes of the disk.
     pub(crate) size: u64,
 }
@@ -45,7 +49,21 @@ pub(crate) enum Mapping {
     /// At `pos` in the file with this number. `writable` if the bytes may be written in place.
     Data { file: u8, pos: u64, writable: bool },
     /// `skip` bytes into the cluster that is compressed into at most `len` bytes at `pos`.
-    Compressed { file: u8, pos: u64, len: u64, skip: u64 },
+    Compressed { file: u8, pos: u64, len: u64, skip: u64, packing: Packing },
+}
+
+impl Mapping {
+    /// The mapping of `place`, in an image whose first file has the number `first_file`.
+    pub(crate) fn of(place: Place, first_file: u8) -> Self {
+        let number = |file: u8| file.saturating_add(first_file);
+        match place {
+            Place::Zeros { .. } => Self::Zeros,
+            Place::Data { file, pos } => Self::Data { file: number(file), pos, writable: false },
+            Place::Packed { file, pos, len, skip, packing } => {
+                Self::Compressed { file: number(file), pos, len, skip, packing }
+            }
+        }
+    }
 }
 
 /// The mapping of a run of the disk in one image.
@@ -92,13 +110,13 @@ impl BackingChain {
 
     /// The file with this number.
     pub(crate) fn data_file(&self, file: u8) -> &Arc<dyn Storage> {
-        let below = usize::from(file).checked_sub(1).and_then(|at| self.below.get(at));
-        below.map_or(self.writeback.data(), |image| &image.data)
+        let below = usize::from(file).checked_sub(1).and_then(|at| self.files_below().nth(at));
+        below.unwrap_or(self.writeback.data())
     }
 
     /// The files of the images below the top one, in the order of their numbers.
     pub(crate) fn files_below(&self) -> impl Iterator<Item = &Arc<dyn Storage>> {
-        self.below.iter().map(|image| &image.data)
+        self.below.iter().flat_map(|image| &image.files)
     }
 
     /// Looks up `pos` of the disk in the top image: the mapping, and for how many bytes, at most
@@ -151,8 +169,8 @@ impl BackingChain {
     /// `EIO` where its tables are damaged; the errno of a failed read.
     pub(crate) fn scan_image(&self, image: u8, pos: u64, len: u64) -> Result<Resolved, Error> {
         let all = |found| Resolved { found: Some(found), len, reads: 0 };
-        let (file, below) = match usize::from(image).checked_sub(1).map(|at| self.below.get(at)) {
-            Some(Some(below)) => (image, below),
+        let below = match usize::from(image).checked_sub(1).map(|at| self.below.get(at)) {
+            Some(Some(below)) => below,
             Some(None) => return Ok(Resolved { found: None, len, reads: 0 }),
             None => {
                 let bits = self.header.cluster_bits;
@@ -167,9 +185,18 @@ impl BackingChain {
             return Ok(all(Mapping::Zeros));
         }
         let len = len.min(below.size - pos);
-        let Kind::Qcow2(tables) = &below.kind else {
-            let found = Some(Mapping::Data { file, pos, writable: false });
-            return Ok(Resolved { found, len, reads: 0 });
+        let file = below.first_file;
+        let tables = match &below.kind {
+            Kind::Qcow2(tables) => tables,
+            Kind::Raw => {
+                let found = Some(Mapping::Data { file, pos, writable: false });
+                return Ok(Resolved { found, len, reads: 0 });
+            }
+            Kind::Mapped(table) => {
+                let mut reads = 0;
+                let (place, len) = table.lookup(pos, len, &mut reads)?;
+                return Ok(Resolved { found: Some(Mapping::of(place, file)), len, reads });
+            }
         };
         let (cluster, len, reads) = tables.scan(pos, len)?;
         Ok(Resolved { found: mapping_of_entry(file, cluster, pos, tables.header()), len, reads })
@@ -178,19 +205,24 @@ impl BackingChain {
     /// As [`BackingChain::resolve`], of the images below the top one.
     fn resolve_in_backing(&self, pos: u64, len: u64) -> Result<(Mapping, u64), Error> {
         let mut len = len;
-        for (below, file) in self.below.iter().zip(1..) {
+        for below in &self.below {
+            let file = below.first_file;
             if pos >= below.size {
                 // Behind its end an image has zeros, whatever the images below it have.
                 return Ok((Mapping::Zeros, len));
             }
             len = len.min(below.size - pos);
-            let Kind::Qcow2(tables) = &below.kind else {
-                let pos = if injected_bug::injected(ImageBug::ReadBelowElsewhere) {
-                    pos ^ 512
-                } else {
-                    pos
-                };
-                return Ok((Mapping::Data { file, pos, writable: false }, len));
+            let tables = match &below.kind {
+                Kind::Qcow2(tables) => tables,
+                Kind::Raw => {
+                    let elsewhere = injected_bug::injected(ImageBug::ReadBelowElsewhere);
+                    let pos = if elsewhere { pos ^ 512 } else { pos };
+                    return Ok((Mapping::Data { file, pos, writable: false }, len));
+                }
+                Kind::Mapped(table) => {
+                    let (place, len) = table.lookup(pos, len, &mut 0)?;
+                    return Ok((Mapping::of(place, file), len));
+                }
             };
             let (cluster, run) = tables.lookup(pos, len)?;
             len = run;
@@ -228,8 +260,9 @@ impl BackingChain {
         match found {
             Mapping::Zeros => {}
             Mapping::Data { file, pos, .. } => self.data_file(file).read_at(pos, &mut memory)?,
-            Mapping::Compressed { file, pos, len, skip } => {
-                let cluster = self.decompress(file, pos, len)?;
+            Mapping::Compressed { file, pos, len, skip, packing } => {
+                let storage = &**self.data_file(file);
+                let cluster = self.decompressed.read((file, pos), storage, len, packing)?;
                 memory.copy_from(cluster.get(skip as usize..).unwrap_or_default());
             }
         }
@@ -276,26 +309,6 @@ impl BackingChain {
         }
         Ok(())
     }
-
-    /// The cluster that is compressed into at most `len` bytes at `pos`.
-    fn decompress(&self, file: u8, pos: u64, len: u64) -> Result<Arc<[u8]>, Error> {
-        if let Some(cluster) = self.decompressed.get((file, pos)) {
-            return Ok(cluster);
-        }
-        let bytes = match file {
-            0 => self.header.cluster_bytes(),
-            _ => match self.below.get(usize::from(file) - 1).map(|below| &below.kind) {
-                Some(Kind::Qcow2(tables)) => tables.header().cluster_bytes(),
-                _ => return Err(damaged()),
-            },
-        };
-        let mut compressed = IoBuffer::zeroed(len as usize)?;
-        self.data_file(file).read_at(pos, &mut ReadCursor::from(&mut compressed[..]))?;
-        let cluster =
-            decompressed_cache::decompress_cluster(&compressed, bytes).ok_or_else(damaged)?;
-        self.decompressed.insert((file, pos), cluster.clone());
-        Ok(cluster)
-    }
 }
 
 /// The mapping of the byte at `pos` of the disk in an image's cluster; `None` if the image below
@@ -309,7 +322,9 @@ fn mapping_of_entry(file: u8, cluster: Cluster, pos: u64, header: &Header) -> Op
             Some(Mapping::Data { file, pos: host + inside, writable: file == 0 && copied })
         }
         Cluster::Compressed { pos, len } => {
-            Some(Mapping::Compressed { file, pos, len, skip: inside })
+            let bytes = header.cluster_bytes();
+            let packing = Packing { bytes, least: bytes, form: Form::Deflate };
+            Some(Mapping::Compressed { file, pos, len, skip: inside, packing })
         }
     }
 }

@@ -107,29 +107,40 @@ impl Qcow2Disk {
     /// Fills the extent cache for the window around `pos`, unless it is filled already. A failed
     /// lookup is not reported here: the request that needs these bytes meets it again.
     pub(crate) fn fill_extent_cache(&self, pos: u64) {
-        let Some(token) = self.extents.begin_fill(pos) else { return };
-        let granule = self.extents.granule();
-        let start = pos / self.extents.window() * self.extents.window();
         let size = self.images.header().size;
-        let end = start.saturating_add(self.extents.window()).min(size);
-        let mut mappings = Vec::new();
-        let mut pos = start;
-        while pos < end {
-            let Ok((found, len)) = self.images.resolve(pos, end - pos) else { break };
-            let len = len.min(end - pos);
-            let run = ByteRange::new(pos, len);
-            // A granule that lies in two runs is not cached. The last granule of the disk may be
-            // cut by its end.
-            let first = pos.div_ceil(granule);
-            let last = if run.end() == size { size.div_ceil(granule) } else { run.end() / granule };
-            for at in first..last.max(first) {
-                mappings.resize((at - start / granule) as usize, None);
-                mappings.push(granule_mapping(found, at * granule - pos));
-            }
-            pos += len;
-        }
-        self.extents.fill(token, &mappings);
+        fill(&self.extents, size, pos, |pos, len| self.images.resolve(pos, len));
     }
+}
+
+/// Fills `extents`, those of a disk of `size` bytes, for the window around `pos` with what `resolve` finds,
+/// unless it is filled already.
+pub(crate) fn fill(
+    extents: &ExtentCache,
+    size: u64,
+    pos: u64,
+    resolve: impl Fn(u64, u64) -> Result<(Mapping, u64), Error>,
+) {
+    let Some(token) = extents.begin_fill(pos) else { return };
+    let granule = extents.granule();
+    let start = pos / extents.window() * extents.window();
+    let end = start.saturating_add(extents.window()).min(size);
+    let mut mappings = Vec::new();
+    let mut pos = start;
+    while pos < end {
+        let Ok((found, len)) = resolve(pos, end - pos) else { break };
+        let len = len.min(end - pos);
+        let run = ByteRange::new(pos, len);
+        // A granule that lies in two runs is not cached. The last granule of the disk may be
+        // cut by its end.
+        let first = pos.div_ceil(granule);
+        let last = if run.end() == size { size.div_ceil(granule) } else { run.end() / granule };
+        for at in first..last.max(first) {
+            mappings.resize((at - start / granule) as usize, None);
+            mappings.push(granule_mapping(found, at * granule - pos));
+        }
+        pos += len;
+    }
+    extents.fill(token, &mappings);
 }
 
 /// The mapping of a granule that begins `offset` bytes into `found`; `None` for compressed data.

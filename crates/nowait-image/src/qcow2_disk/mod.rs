@@ -5,7 +5,7 @@
 
 mod yielding_lock;
 mod read_ahead;
-mod extent_cache;
+pub(crate) mod extent_cache;
 mod damage;
 mod metadata_cache;
 mod metadata_clusters;
@@ -13,12 +13,11 @@ mod metadata_survey;
 mod refcount_allocator;
 mod metadata;
 mod writeback;
-mod backing_tables;
-mod decompressed_cache;
-mod backing_chain;
-mod status_scan;
+pub(crate) mod backing_tables;
+pub(crate) mod backing_chain;
+pub(crate) mod status_scan;
 mod cluster_locks;
-mod disk;
+pub(crate) mod disk;
 mod allocate;
 #[cfg(feature = "sim")]
 mod sim_image;
@@ -34,6 +33,7 @@ use nowait::{Alignment, BlockDevice, Direct, Error, FileStorage, OpenOptions, St
 use crate::chain::Chain;
 use crate::error::ImageError;
 use crate::formats::layer::Layer;
+use crate::formats::mapped_disk::MAX_FILES;
 use crate::formats::qcow2::content::header_of;
 use crate::formats::qcow2::header::Header;
 use crate::formats::qcow2::lookup::read_table;
@@ -186,9 +186,15 @@ fn open_map(
     let writeback = Arc::new(open_writeback(top, header, options)?);
     let mut below = Vec::new();
     let mut shift = header.cluster_bits;
+    let mut files = 1;
     for layer in files_below(chain) {
-        below.push(open_below(layer, options)?);
+        below.push(open_below(layer, files, options)?);
+        files += layer.data.len();
         shift = shift.min(layer.content.unit().map_or(shift, u64::ilog2));
+    }
+    if files > MAX_FILES {
+        let why = format!("it and the images below it are more than {MAX_FILES} files");
+        return Err(ImageError::refused(top.file.path(), why));
     }
     let extents = ExtentCache::new(header.size, shift, options.hint);
     let images = BackingChain::new(writeback.clone(), Header::clone(header), below);
@@ -202,7 +208,7 @@ fn files_below(chain: &Chain) -> impl Iterator<Item = &Layer> {
 
 /// Decides whether all files of the chain are opened for direct I/O: all of them, or none. Direct
 /// I/O is possible where no cluster is smaller than the alignment of any file.
-fn agree_on_direct(chain: &Chain, options: ServeOptions) -> Result<Direct, ImageError> {
+pub(crate) fn agree_on_direct(chain: &Chain, options: ServeOptions) -> Result<Direct, ImageError> {
     if options.direct == Direct::Off {
         return Ok(Direct::Off);
     }
@@ -232,7 +238,7 @@ fn agree_on_direct(chain: &Chain, options: ServeOptions) -> Result<Direct, Image
 }
 
 /// Opens `file` a second time, for requests.
-fn storage_of(
+pub(crate) fn storage_of(
     file: &ImageFile,
     read_only: bool,
     direct: Direct,
@@ -316,17 +322,24 @@ fn writeback_on(
     Ok(MetadataWriteback::new(file.clone(), metadata, data, separate, bytes))
 }
 
-fn open_below(layer: &Layer, options: ServeOptions) -> Result<BackingImage, ImageError> {
-    let file = layer.data_file();
-    let data = storage_of(file, true, options.direct)?;
-    let kind = match layer.header() {
-        None => Kind::Raw,
-        Some(header) => {
+/// Opens an image below the top one, whose first data file gets the number `first_file`.
+fn open_below(
+    layer: &Layer,
+    first_file: usize,
+    options: ServeOptions,
+) -> Result<BackingImage, ImageError> {
+    let files = layer.data.iter().map(|file| storage_of(file, true, options.direct));
+    let files = files.collect::<Result<_, _>>()?;
+    let first_file = u8::try_from(first_file).unwrap_or(u8::MAX);
+    let kind = match (layer.header(), layer.table()) {
+        (None, None) => Kind::Raw,
+        (None, Some(table)) => Kind::Mapped(table.clone()),
+        (Some(header), _) => {
             let failed = |error| ImageError::os(layer.file.path(), "find its size", &error);
             let bytes = layer.file.size().map_err(failed)?;
             let header = Box::new(header.clone());
             Kind::Qcow2(BackingTables::new(header, layer.file.clone(), bytes))
         }
     };
-    Ok(BackingImage { kind, data, size: layer.size })
+    Ok(BackingImage { kind, files, first_file, size: layer.size })
 }

@@ -7,9 +7,11 @@
 //! that allocated the cluster in between, over bytes of a backing image that were not zero. So the
 //! lookups are made in batches, and the file systems are asked after each batch.
 
-use nowait::{ByteRange, Error, ExtentStatus};
+use std::sync::Arc;
 
-use crate::qcow2_disk::backing_chain::{BackingChain, Mapping};
+use nowait::{ByteRange, Error, ExtentStatus, Storage};
+
+use crate::qcow2_disk::backing_chain::{BackingChain, Mapping, Resolved};
 
 /// Most work of one request, in lookups in tables that are in memory: some 10 ms. The reply ends
 /// there, and clients ask for the rest.
@@ -42,9 +44,47 @@ struct Found {
     len: u64,
 }
 
+/// Images on top of each other that are scanned.
+pub(crate) trait ScannedImages {
+    /// Number of images, and of files.
+    fn images(&self) -> usize;
+    fn files(&self) -> usize;
+
+    /// Bytes of the disk.
+    fn size(&self) -> u64;
+
+    /// The file with this number.
+    fn file(&self, file: u8) -> Option<&Arc<dyn Storage>>;
+
+    /// As [`BackingChain::scan_image`].
+    fn scan_image(&self, image: u8, pos: u64, len: u64) -> Result<Resolved, Error>;
+}
+
+impl ScannedImages for BackingChain {
+    fn images(&self) -> usize {
+        self.count()
+    }
+
+    fn files(&self) -> usize {
+        1 + self.files_below().count()
+    }
+
+    fn size(&self) -> u64 {
+        self.header().size
+    }
+
+    fn file(&self, file: u8) -> Option<&Arc<dyn Storage>> {
+        Some(self.data_file(file))
+    }
+
+    fn scan_image(&self, image: u8, pos: u64, len: u64) -> Result<Resolved, Error> {
+        Self::scan_image(self, image, pos, len)
+    }
+}
+
 /// One scan through a part of a disk.
-pub(crate) struct StatusScan<'a> {
-    images: &'a BackingChain,
+pub(crate) struct StatusScan<'a, S> {
+    images: &'a S,
     /// The end of the part.
     end: u64,
     /// For each image, the top one first: it has no mapping from the scan's position up to here.
@@ -56,10 +96,10 @@ pub(crate) struct StatusScan<'a> {
     work: usize,
 }
 
-impl<'a> StatusScan<'a> {
+impl<'a, S: ScannedImages> StatusScan<'a, S> {
     /// A scan of the disk up to `end`.
-    pub(crate) fn new(images: &'a BackingChain, end: u64) -> Self {
-        let (unmapped_to, runs) = (vec![0; images.count()], vec![Vec::new(); images.count()]);
+    pub(crate) fn new(images: &'a S, end: u64) -> Self {
+        let (unmapped_to, runs) = (vec![0; images.images()], vec![Vec::new(); images.files()]);
         Self { images, end, unmapped_to, runs, batch: 0, work: 0 }
     }
 
@@ -118,7 +158,7 @@ impl<'a> StatusScan<'a> {
 
     /// The mapping at `pos`, its image ([`ExtentStatus::depth`]), and for how many bytes.
     fn find(&mut self, pos: u64) -> Result<(Mapping, u8, u64), Error> {
-        let mut len = self.end.min(self.images.header().size).saturating_sub(pos);
+        let mut len = self.end.min(self.images.size()).saturating_sub(pos);
         if len == 0 {
             return Ok((Mapping::Zeros, 0, u64::MAX));
         }
@@ -196,7 +236,8 @@ impl<'a> StatusScan<'a> {
     fn query(&mut self, file: u8, range: ByteRange, limit: usize) -> Vec<ExtentStatus> {
         let mut reported = Vec::new();
         // If the query fails, all is data.
-        if self.images.data_file(file).extents(range, limit, &mut reported).is_err() {
+        let storage = self.images.file(file);
+        if storage.is_none_or(|it| it.extents(range, limit, &mut reported).is_err()) {
             reported = vec![ExtentStatus::top(range.len, false)];
         }
         self.work += SEEK_WORK * (1 + reported.len());

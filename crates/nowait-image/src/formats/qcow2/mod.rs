@@ -28,6 +28,7 @@ pub(crate) const DRIVER: Driver = Driver {
     name: "qcow2",
     aliases: &[],
     endings: &["qcow2", "qcow"],
+    guessed_ending: None,
     size_unit: layout::SECTOR_BYTES,
     writable: true,
     magics: &[&header::MAGIC],
