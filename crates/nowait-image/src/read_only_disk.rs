@@ -12,7 +12,7 @@ use nowait::{
 use crate::chain::Chain;
 use crate::error::ImageError;
 use crate::formats::mapped_disk::{MAX_FILES, MappedDisk};
-use crate::qcow2_disk::backing_chain::{Mapping, Resolved};
+use crate::qcow2_disk::backing_chain::{Mapping, Resolved, direct_alignment};
 use crate::qcow2_disk::disk::fill;
 use crate::qcow2_disk::extent_cache::ExtentCache;
 use crate::qcow2_disk::status_scan::{ScannedImages, StatusScan};
@@ -21,7 +21,7 @@ use crate::qcow2_disk::{ServeOptions, agree_on_direct, storage_of};
 struct ReadOnlyDisk {
     disk: MappedDisk,
     extents: ExtentCache,
-    /// A position in a file that is read without a worker is a multiple of this: that of direct I/O.
+    /// As [`direct_alignment`].
     align: u64,
 }
 
@@ -45,8 +45,7 @@ pub(crate) fn open(
     let direct = agree_on_direct(chain, options)?;
     let files = top.data.iter().map(|file| storage_of(file, true, direct));
     let files: Vec<_> = files.collect::<Result<_, _>>()?;
-    let alignment = |file: &Arc<dyn Storage>| u64::from(file.properties().align.offset);
-    let align = files.iter().map(alignment).max().unwrap_or(1).max(1);
+    let align = direct_alignment(files.iter());
     let Some((first, others)) = files.split_first() else {
         return Err(refused("all of it is zeros, in no file (make a raw image of that size)"));
     };
@@ -81,7 +80,7 @@ fn read_only() -> Error {
 
 impl ImageFormat for ReadOnlyDisk {
     fn read(&self, pos: u64, memory: ReadCursor<'_>) -> Result<(), Error> {
-        fill(&self.extents, self.disk.size(), pos, |pos, len| self.resolve(pos, len));
+        fill(&self.extents, self.disk.size(), self.align, pos, |pos, len| self.resolve(pos, len));
         self.disk.read(pos, memory)
     }
 
@@ -115,16 +114,10 @@ impl ImageFormat for ReadOnlyDisk {
 }
 
 impl ReadOnlyDisk {
-    /// The mapping of the disk from `pos` on, for the engine: what it cannot read where it is, because it
-    /// is not aligned for that, is an error here, and is read by a worker.
+    /// The mapping of the disk from `pos` on, for at most `len` bytes.
     fn resolve(&self, pos: u64, len: u64) -> Result<(Mapping, u64), Error> {
         let (place, len) = self.disk.table().lookup(pos, len, &mut 0)?;
-        match Mapping::of(place, 0) {
-            Mapping::Data { pos: host, .. } if (host ^ pos) % self.align != 0 => {
-                Err(Error::new(libc::EINVAL, Operation::Read))
-            }
-            mapping => Ok((mapping, len)),
-        }
+        Ok((Mapping::of(place, 0), len))
     }
 }
 

@@ -77,11 +77,18 @@ pub(crate) struct Resolved {
     pub(crate) reads: usize,
 }
 
+/// The bytes that positions in all of `files` have to be multiples of for direct I/O; at least 1.
+pub(crate) fn direct_alignment<'a>(files: impl Iterator<Item = &'a Arc<dyn Storage>>) -> u64 {
+    files.map(|file| u64::from(file.properties().align.offset)).max().unwrap_or(1).max(1)
+}
+
 /// The images, from the top one down.
 pub(crate) struct BackingChain {
     writeback: Arc<MetadataWriteback>,
     header: Header,
     below: Vec<BackingImage>,
+    /// As [`direct_alignment`].
+    align: u64,
     decompressed: DecompressedCache,
 }
 
@@ -91,7 +98,14 @@ impl BackingChain {
         header: Header,
         below: Vec<BackingImage>,
     ) -> Self {
-        Self { writeback, header, below, decompressed: DecompressedCache::default() }
+        let files = below.iter().flat_map(|image| &image.files).chain([writeback.data()]);
+        let align = direct_alignment(files);
+        Self { writeback, header, below, align, decompressed: DecompressedCache::default() }
+    }
+
+    /// As [`direct_alignment`], of all files.
+    pub(crate) fn align(&self) -> u64 {
+        self.align
     }
 
     pub(crate) fn writeback(&self) -> &Arc<MetadataWriteback> {

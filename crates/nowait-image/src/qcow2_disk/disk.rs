@@ -108,15 +108,18 @@ impl Qcow2Disk {
     /// lookup is not reported here: the request that needs these bytes meets it again.
     pub(crate) fn fill_extent_cache(&self, pos: u64) {
         let size = self.images.header().size;
-        fill(&self.extents, size, pos, |pos, len| self.images.resolve(pos, len));
+        let align = self.images.align();
+        fill(&self.extents, size, align, pos, |pos, len| self.images.resolve(pos, len));
     }
 }
 
 /// Fills `extents`, those of a disk of `size` bytes, for the window around `pos` with what `resolve` finds,
-/// unless it is filled already.
+/// unless it is filled already. A position in a file that direct I/O, which needs multiples of `align`, cannot
+/// read in place is left to a worker.
 pub(crate) fn fill(
     extents: &ExtentCache,
     size: u64,
+    align: u64,
     pos: u64,
     resolve: impl Fn(u64, u64) -> Result<(Mapping, u64), Error>,
 ) {
@@ -136,7 +139,8 @@ pub(crate) fn fill(
         let last = if run.end() == size { size.div_ceil(granule) } else { run.end() / granule };
         for at in first..last.max(first) {
             mappings.resize((at - start / granule) as usize, None);
-            mappings.push(granule_mapping(found, at * granule - pos));
+            let mapping = granule_mapping(found, at * granule - pos);
+            mappings.push(mapping.filter(|it| it.is_aligned(at * granule, align)));
         }
         pos += len;
     }

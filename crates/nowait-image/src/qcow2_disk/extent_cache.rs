@@ -37,6 +37,14 @@ pub(crate) enum CachedMapping {
 }
 
 impl CachedMapping {
+    /// Whether its position is by multiples of `align`, a power of two, from `pos` on the disk.
+    pub(crate) fn is_aligned(self, pos: u64, align: u64) -> bool {
+        match self {
+            Self::Data { pos: host, .. } => host.wrapping_sub(pos).is_multiple_of(align),
+            Self::Hole | Self::Writable { .. } => true,
+        }
+    }
+
     /// As a number, never 0. `pos` is a multiple of 512.
     fn entry(self) -> u64 {
         match self {

@@ -54,7 +54,7 @@ impl Scene {
         create(&scene.path("top"), &of_top).unwrap();
         match base {
             Format::Raw => fs::write(scene.path("base"), vec![1; 40 * CLUSTER as usize]).unwrap(),
-            Format::Qcow2 => scene.write("base", 1, [(0, 5), (20, 24), (600, 603)], []),
+            _ => scene.write("base", 1, [(0, 5), (20, 24), (600, 603)], []),
         }
         // Enough clusters for two refcount blocks; the last ones are behind the end of the base.
         let data = [(8, 41), (4799, 4830), (5000, 5200), (10398, 10401)];

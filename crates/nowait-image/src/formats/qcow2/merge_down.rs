@@ -9,7 +9,6 @@ use std::io;
 use crate::error::{ImageError, os_message};
 use crate::formats::chain_reader::ChainReader;
 use crate::formats::driver::{CommitTerms, Committed, Overlay};
-use crate::formats::format::Format;
 use crate::formats::layer::Layer;
 use crate::formats::qcow2::content::header_of;
 use crate::formats::qcow2::editor::{Editor, check_editable};
@@ -63,9 +62,13 @@ pub(crate) fn commit(
     (terms.before)(&reader)?;
     let mut source = Source { layers, tables, reader, done: 0 };
     let mut progress = |done| (terms.progress)(done, total);
-    match below.format() {
-        Format::Raw => source.commit_to_raw(below, &mut progress)?,
-        Format::Qcow2 => source.commit_to_qcow2(below, &mut progress)?,
+    match below.header() {
+        Some(_) => source.commit_to_qcow2(below, &mut progress)?,
+        None if below.format().is_raw() => source.commit_to_raw(below, &mut progress)?,
+        None => {
+            let why = below.format().cannot_be("committed to");
+            return Err(ImageError::refused(below.file.path(), why));
+        }
     }
     drop(source);
     if terms.overlay == Overlay::Emptied {
