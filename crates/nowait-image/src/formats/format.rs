@@ -9,6 +9,8 @@ pub enum Format {
     Raw,
     /// QEMU's own format, versions 2 and 3.
     Qcow2,
+    /// VMware's format; only read.
+    Vmdk,
 }
 
 impl Format {

@@ -13,6 +13,8 @@ mod create;
 mod handed_over;
 mod inconsistent_images;
 mod random_damage;
+mod read_only_formats;
 mod refusals;
 mod resize;
 mod served;
+mod vmdk;
