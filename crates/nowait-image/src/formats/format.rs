@@ -11,6 +11,8 @@ pub enum Format {
     Qcow2,
     /// VMware's format; only read.
     Vmdk,
+    /// Hyper-V's format; only read.
+    Vhdx,
 }
 
 impl Format {

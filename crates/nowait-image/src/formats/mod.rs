@@ -15,6 +15,7 @@ pub(crate) mod raw;
 pub(crate) mod mapped_content;
 pub(crate) mod qcow2;
 pub(crate) mod vmdk;
+pub(crate) mod vhdx;
 pub(crate) mod table;
 pub(crate) mod signature;
 pub(crate) mod probe;

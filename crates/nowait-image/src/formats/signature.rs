@@ -40,11 +40,10 @@ pub enum Signature {
 const BZIP2: Signature = Signature::Compressed("bzip2", "bunzip2");
 
 /// Position and bytes of each signature of a format that is not supported, and that format.
-const SIGNATURES: [(usize, &[u8], Signature); 14] = [
+const SIGNATURES: [(usize, &[u8], Signature); 13] = [
     (0, b"QED\0", Signature::Image("QED", "qed")),
     (0, b"COWD", Signature::Image("VMDK", "vmdk")),
     (64, &[0x7f, 0x10, 0xda, 0xbe], Signature::Image("VDI", "vdi")),
-    (0, b"vhdxfile", Signature::Image("VHDX", "vhdx")),
     (0, b"conectix", Signature::Image("VHD", "vpc")),
     (0, b"WithoutFreeSpace", Signature::Image("Parallels", "parallels")),
     (0, b"WithouFreSpacExt", Signature::Image("Parallels", "parallels")),

@@ -7,11 +7,11 @@ use std::path::Path;
 use crate::error::ImageError;
 use crate::formats::driver::{Driver, ImageBuilder, ImageInfo};
 use crate::formats::format::Format;
-use crate::formats::{qcow2, raw, vmdk};
+use crate::formats::{qcow2, raw, vhdx, vmdk};
 use crate::image_file::ImageFile;
 
 /// A row for each format.
-pub(crate) static DRIVERS: [Driver; 3] = [raw::DRIVER, qcow2::DRIVER, vmdk::DRIVER];
+pub(crate) static DRIVERS: [Driver; 4] = [raw::DRIVER, qcow2::DRIVER, vmdk::DRIVER, vhdx::DRIVER];
 
 /// The format that is called `name` on the command line.
 #[must_use]

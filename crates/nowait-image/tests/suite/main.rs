@@ -17,4 +17,5 @@ mod read_only_formats;
 mod refusals;
 mod resize;
 mod served;
+mod vhdx;
 mod vmdk;
