@@ -36,6 +36,16 @@ fn no_bytes_break_the_readers_of_qcow2_images() {
 }
 
 #[test]
+fn no_bytes_break_the_reader_of_vmdk_images() {
+    check_target("vmdk", 4_000);
+}
+
+#[test]
+fn no_bytes_break_the_reader_of_vhdx_images() {
+    check_target("vhdx", 2_000);
+}
+
+#[test]
 fn no_header_reaches_a_file_that_it_may_not_name() {
     check_target("names", 4_000);
 }

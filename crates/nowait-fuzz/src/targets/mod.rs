@@ -2,6 +2,9 @@
 
 mod handshake;
 mod image;
+mod read_only_image;
+mod vmdk_image;
+mod vhdx_image;
 mod tree;
 mod image_names;
 mod image_ops;
@@ -17,10 +20,12 @@ mod launcher;
 use crate::target::Target;
 
 /// All targets.
-pub const ALL: [&Target; 12] = [
+pub const ALL: [&Target; 14] = [
     &handshake::TARGET,
     &transmission::TARGET,
     &image::TARGET,
+    &vmdk_image::TARGET,
+    &vhdx_image::TARGET,
     &image_names::TARGET,
     &image_ops::TARGET,
     &refcounts::TARGET,

@@ -95,6 +95,12 @@ impl Layer {
         self.data.iter().filter(|data| !Arc::ptr_eq(data, &self.file))
     }
 
+    /// The files with its data, numbered as in [`crate::map::MapEntry::file`].
+    #[must_use]
+    pub fn data_files(&self) -> &[Arc<ImageFile>] {
+        &self.data
+    }
+
     /// The file with the data; the first one if there are several.
     #[must_use]
     pub fn data_file(&self) -> &Arc<ImageFile> {
