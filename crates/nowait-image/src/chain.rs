@@ -17,7 +17,7 @@ use crate::error::ImageError;
 use crate::formats::driver::{OpenTerms, Opened, OtherFiles};
 use crate::formats::format::Format;
 use crate::formats::layer::Layer;
-use crate::formats::probe::signature_of;
+use crate::formats::probe::{is_guessed, signature_of};
 use crate::formats::signature;
 use crate::formats::signature::Signature;
 use crate::formats::table::{by_recorded_name, names};
@@ -347,11 +347,12 @@ impl Chain {
         let writable = options.writes(self.layers.len());
         self.lock(&file, writable, options)?;
         let settled = (top && options.settled_raw && format.is_none()).then_some(());
-        let is_supported =
-            || signature_of(&file).map(|found| matches!(found, Some(Signature::Supported(_))));
+        let begins = || signature_of(&file);
+        let is_image =
+            |found| matches!(found, Some(Signature::Supported(it)) if is_guessed(it, &file));
         let format = match (format, settled) {
             (Some(format), _) => format,
-            (None, Some(())) if !is_supported()? => Format::Raw,
+            (None, Some(())) if !is_image(begins()?) => Format::Raw,
             (None, _) => Format::probe(&file)?,
         };
         if writable && !format.driver().writable {

@@ -190,8 +190,8 @@ pub(crate) struct ServeArgs {
     #[arg(value_parser = OsStringValueParser::new().try_map(ExportArg::parse))]
     images: Vec<ExportArg>,
 
-    /// What is inside IMAGE: raw or qcow2; without it qcow2 for a file that begins like that, else
-    /// raw. A block device is raw unless this says otherwise
+    /// What is inside IMAGE: raw, qcow2, vmdk or vhdx; without it qcow2 for a file that begins like that,
+    /// vmdk or vhdx if its name ends so, too, else raw. A block device is raw unless this says otherwise
     ///
     /// An image that was guessed to be raw is kept from beginning like qcow2: a write that would do
     /// that is refused (EPERM). Otherwise a client that writes to it could make the next server take
@@ -545,7 +545,7 @@ mod tests {
             ("nowait create a 1G --preallocation full", "metadata"),
             ("nowait resize a -x", "as in 512M"),
             ("nowait resize a +", "as in 512M"),
-            ("nowait serve a --format vmdk", "raw and qcow2"),
+            ("nowait serve a --format vdi", "raw, qcow2, vmdk and vhdx"),
             ("nowait serve --nbd udp:a", "begins with unix: or tcp:"),
             ("nowait serve --queues 0", "1..=256"),
             ("nowait serve --queues 257", "1..=256"),
@@ -554,7 +554,7 @@ mod tests {
             ("nowait serve --queue aio", "threads"),
             ("nowait resize a 0", "at least one byte"),
             ("nowait serve a=", "the image is missing"),
-            ("nowait check a --format vmdk", "raw and qcow2"),
+            ("nowait check a --format vdi", "raw, qcow2, vmdk and vhdx"),
             (long.as_str(), "4097 bytes, the protocol allows 4096"),
         ] {
             let error = parse(line).unwrap_err();

@@ -274,7 +274,7 @@ fn a_wrong_command_line_is_reported_before_any_file_is_opened() {
         &["copy", "a", "b", "c"],
         &["copy", "nbd://h:x/", "b"],
         &["copy", "a", "nbds://h/?tls-psk-file=k"],
-        &["copy", "a", "b", "--from-format", "vmdk"],
+        &["copy", "a", "b", "--from-format", "vdi"],
         &["copy", "a", "b", "-O", "vmdk"],
         &["copy", "a", "b", "--cluster-size", "100"],
         &["copy", "a", "b", "--sparse", "3K"],

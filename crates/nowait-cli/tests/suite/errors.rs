@@ -289,7 +289,7 @@ fn check_distinguishes_wrong_usage_and_raw_images_from_corruption_by_exit_status
     for (arguments, code) in [
         (&["check"][..], 64),
         (&["check", raw, "--no-such-flag"], 64),
-        (&["check", raw, "--format", "vmdk"], 64),
+        (&["check", raw, "--format", "vdi"], 64),
         (&["check", raw], 63),
         (&["check", "missing.qcow2"], 1),
     ] {

@@ -128,9 +128,7 @@ fn an_image_of_another_format_is_refused_and_a_converter_is_named() {
     }
     let scratch = Scratch::new();
     for (format, name) in [
-        ("vmdk", "a VMDK image"),
         ("vdi", "a VDI image"),
-        ("vhdx", "a VHDX image"),
         ("vpc", "a VHD image"),
         ("qed", "a QED image"),
         ("parallels", "a Parallels image"),

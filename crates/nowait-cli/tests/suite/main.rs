@@ -59,6 +59,7 @@ mod protocol_violations;
 mod qcow2;
 mod qemu;
 mod reachable_files;
+mod read_only_images;
 mod sandbox;
 mod remote_nbd;
 mod remote_certificates;

@@ -19,26 +19,27 @@ impl Format {
     ///
     /// # Errors
     /// The errors of pread(2). `EINVAL`: the file begins like a format that is not supported and is not marked as raw
-    /// ([`signature::mark_raw`]); or it is marked and begins like a supported one.
+    /// ([`signature::mark_raw`]); or it is marked and would be guessed to be of another one than raw.
     pub fn probe(file: &ImageFile) -> Result<Self, ImageError> {
         let refused = |why| Err(ImageError::refused(file.path(), why));
         let is_marked = || file.fd().is_ok_and(signature::is_marked_raw);
         match signature_of(file)? {
             None => Ok(Self::Raw),
-            Some(Signature::Supported(format)) if is_marked() => {
-                refused(signature::refusal_of_marked(format))
-            }
-            Some(Signature::Supported(format)) => {
-                match format.driver().is_guessed_by_name(file.path()) {
-                    true => Ok(format),
-                    false => refused(signature::refusal_of_unnamed(format)),
-                }
-            }
+            Some(Signature::Supported(format)) if is_guessed(format, file) => match is_marked() {
+                true => refused(signature::refusal_of_marked(format)),
+                false => Ok(format),
+            },
             // It was no such file when it was opened as a raw disk first: a guest has made it begin so.
             Some(_) if is_marked() => Ok(Self::Raw),
+            Some(Signature::Supported(format)) => refused(signature::refusal_of_unnamed(format)),
             Some(other) => refused(other.refusal()),
         }
     }
+}
+
+/// Whether `file`, which begins like `format`, is guessed to be of it by its name, too.
+pub(crate) fn is_guessed(format: Format, file: &ImageFile) -> bool {
+    format.driver().is_guessed_by_name(file.path())
 }
 
 /// The signature that `file` begins with; none for a block device.
