@@ -250,7 +250,7 @@ mod tests {
             (r#"json:{"driver":"file","filename":null}"#, "the option 'filename'"),
             (r#"json:{"driver":"ssh","host":"h","path":"/a"}"#, "the driver 'ssh'"),
             (r#"json:{"driver":"qcow2","file":{"driver":"https","url":"u"}}"#, "driver 'https'"),
-            (r#"json:{"driver":"vmdk","file":{"filename":"b"}}"#, "the driver 'vmdk'"),
+            (r#"json:{"driver":"vdi","file":{"filename":"b"}}"#, "the driver 'vdi'"),
             (r#"json:{"driver":"raw","file":"node"}"#, "the option 'file'"),
             (r#"json:{"driver":"raw","offset":512,"file.filename":"b"}"#, "the option 'offset'"),
             (

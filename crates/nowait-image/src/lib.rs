@@ -1,4 +1,4 @@
-//! Disk images: raw and qcow2, with their chains of backing files, and the operations on them.
+//! Disk images in the formats of [`formats`], with their chains of backing files, and the operations on them.
 //!
 //! [`open()`] opens an image as a block device, and [`Chain::open`] its files for the operations on
 //! them: both refuse with one line what is not supported. [`mod@map`] reports the mapping of an image, [`mod@check`] whether its metadata is

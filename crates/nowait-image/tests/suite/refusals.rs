@@ -105,10 +105,10 @@ fn chains_that_are_circular_missing_or_too_long_are_refused() {
     overlay(&images, "b", "a", "qcow2");
     let error = Chain::open(&images.path(), &options).unwrap_err().to_string();
     assert!(error.ends_with("it is its own backing file, directly or through others"), "{error}");
-    overlay(&images, "b", "0", "vmdk");
+    overlay(&images, "b", "0", "vdi");
     std::fs::write(images.directory().join("0"), [1; 4096]).unwrap();
     let error = Chain::open(&images.path(), &options).unwrap_err().to_string();
-    assert!(error.contains("b: its backing file's format 'vmdk' is not supported"), "{error}");
+    assert!(error.contains("b: its backing file's format 'vdi' is not supported"), "{error}");
     overlay(&images, "b", "nbd:unix:/nowhere", "raw");
     let error = Chain::open(&images.path(), &options).unwrap_err().to_string();
     assert!(error.contains("is neither a file nor a URL that can be opened"), "{error}");

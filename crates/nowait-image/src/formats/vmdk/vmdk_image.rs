@@ -12,7 +12,7 @@ use crate::error::{ImageError, plain};
 use crate::formats::driver::{Fact, ImageInfo, OpenTerms, Opened};
 use crate::formats::format::Format;
 use crate::formats::mapped_content::MappedContent;
-use crate::formats::vmdk::descriptor::{Descriptor, Extent, Kind, MAX_BYTES};
+use crate::formats::vmdk::descriptor::{Descriptor, Extent, FIRST_LINE, Kind, MAX_BYTES};
 use crate::formats::vmdk::grains::{Extents, Grains, PlacedExtent, Source};
 use crate::formats::vmdk::sparse_header::{MAGIC, SparseHeader};
 use crate::image_file::ImageFile;
@@ -46,6 +46,9 @@ impl Found {
         }
         let mut text = vec![0; len.min(MAX_BYTES) as usize];
         file.read_at(at, &mut text).map_err(failed)?;
+        if header.is_none() && !text.starts_with(FIRST_LINE) {
+            return Err(refused("it does not begin like a vmdk image".into()));
+        }
         let descriptor = Descriptor::parse(&text).map_err(refused)?;
         match (&header, &*descriptor.extents) {
             (_, []) => Err(refused("its descriptor names no extents".into())),
