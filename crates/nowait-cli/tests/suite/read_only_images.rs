@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use crate::common::{Finished, MIB, Scratch, Server, accepted, refusal, require_tool, text, tool};
 use crate::copy::patchwork;
+use crate::upgrade::Upgraded;
 use nowait_testkit::{Random, seed};
 
 /// Formats, and the options of `qemu-img convert` for their variants.
@@ -71,6 +72,27 @@ fn every_variant_is_copied_to_raw_and_qcow2_and_served_below_an_overlay() {
         assert!(client.write(0, &[1; 512]).is_err());
         server.stop();
     }
+}
+
+/// The extents beside the descriptor are opened again by a confined program, with the locks of the first.
+#[test]
+fn an_image_of_several_files_is_served_on_by_a_program_that_takes_over() {
+    if !require_tool("qemu-img") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let raw = scratch.random("disk.raw", MIB, 1);
+    let expected = fs::read(&raw).expect("the disk");
+    let image = converted(&scratch, text(&raw), "vmdk", "subformat=twoGbMaxExtentFlat");
+    let control = scratch.join("control");
+    let address = format!("unix:{}", control.display());
+    let server =
+        Server::start(image.as_ref(), &["--read-only", "--control", &address, "--verbose"]);
+    let mut it = Upgraded::of(server, &control, scratch);
+    assert_eq!(it.connect().read(4096, 8192).as_deref(), Ok(&expected[4096..12_288]));
+    it.upgrade();
+    assert_eq!(it.connect().read(65_536, 8192).as_deref(), Ok(&expected[65_536..73_728]));
+    it.stop();
 }
 
 #[test]
