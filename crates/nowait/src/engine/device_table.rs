@@ -121,7 +121,7 @@ impl<M: BlockMap + ?Sized> Index<u32> for DeviceTable<M> {
 mod tests {
     use super::*;
     use crate::block::block_map::LinearMap;
-    use crate::storage::file::OpenOptions;
+    use crate::storage::open_options::OpenOptions;
 
     fn add(table: &mut DeviceTable<LinearMap>, first_file: u32) -> Rc<AttachedDevice<LinearMap>> {
         let file = tempfile::NamedTempFile::new().unwrap();
