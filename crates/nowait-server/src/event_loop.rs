@@ -277,6 +277,9 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
             self.context.engine.wait(timeout, &mut |token, bits| events.push((token, bits)))?;
             self.taken();
             self.adaptive_poll.slept(began);
+            if idle.is_some() {
+                self.leave_unused(Instant::now());
+            }
             self.wake_blocked();
         }
         Ok(())
