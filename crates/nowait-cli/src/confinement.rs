@@ -11,7 +11,6 @@ use crate::log;
 use crate::sandbox::{self, FileAccess};
 use nowait_nbd::{Address, TlsParams};
 use nowait_remote::Location;
-use nowait_server::UblkNode;
 use tracing::info;
 
 use crate::args::ServeArgs;
@@ -23,6 +22,7 @@ use crate::open_disk::OpenedDisk;
 use crate::owned_paths::OwnedPaths;
 use crate::renewed_files;
 use crate::systemd;
+use crate::ublk_nodes::UblkNodes;
 use crate::vhost_user_spec::DevicePlace;
 
 /// What the kernel says of devices, of mounts and of this process.
@@ -39,20 +39,20 @@ const AUTHORITY_DIRECTORIES: [&str; 5] = [
 /// The variables that say where they are instead.
 const AUTHORITY_VARIABLES: [&str; 2] = ["SSL_CERT_FILE", "SSL_CERT_DIR"];
 
-/// Confines this process to `files`, and to those of the block device `ublk`.
+/// Confines this process to `files`, and to those of the block devices `nodes`.
 ///
 /// # Errors
 /// As [`sandbox::enter`].
 pub(crate) fn enter(
     args: &ServeArgs,
     mut files: FileAccess,
-    ublk: Option<&UblkNode>,
+    nodes: &UblkNodes,
 ) -> Result<(), CliError> {
     let Some(mode) = args.sandbox.mode() else { return Ok(()) };
     systemd::connect();
     log::connect();
-    if let Some(node) = ublk {
-        node.device().paths().into_iter().for_each(|path| files.write(path));
+    for device in nodes.devices() {
+        device.paths().into_iter().for_each(|path| files.write(path));
         files.administer();
     }
     let in_force = sandbox::enter(mode, &files)?;

@@ -12,7 +12,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use nowait_nbd::Address;
-use nowait_server::{AnyExport, Listener, UblkNode};
+use nowait_server::{AnyExport, Listener};
 
 use crate::args::ServeArgs;
 use crate::default_image::{self, DefaultSocket};
@@ -21,6 +21,7 @@ use crate::export_spec::NamedExport;
 use crate::open_disk::OpenedDisk;
 use crate::signals::Ending;
 use crate::systemd;
+use crate::ublk_nodes::UblkNodes;
 use crate::upgrade::messages::ListenerState;
 use crate::upgrade::take_over::HandedListener;
 use crate::vhost_user_spec::DevicePlace;
@@ -165,15 +166,14 @@ pub(crate) fn exports_of(
     args: &ServeArgs,
     all: &[OpenedDisk],
     mut connections: HashMap<i32, UnixStream>,
-    node: Option<&UblkNode>,
+    nodes: &UblkNodes,
     takes_over: bool,
 ) -> Result<Vec<AnyExport>, CliError> {
-    let mut nodes = node.into_iter();
-    let with_node = |opened: &OpenedDisk| match nodes.next() {
-        Some(node) => opened.export().at_ublk(node.device()),
+    let with_node = |(at, opened): (usize, &OpenedDisk)| match nodes.device(at) {
+        Some(device) => opened.export().at_ublk(device),
         None => opened.export(),
     };
-    let mut exports: Vec<AnyExport> = all.iter().map(with_node).collect();
+    let mut exports: Vec<AnyExport> = all.iter().enumerate().map(with_node).collect();
     if takes_over {
         return Ok(exports);
     }

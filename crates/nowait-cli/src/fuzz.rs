@@ -132,7 +132,7 @@ impl TakenOverServer {
         let policy = HandOverPolicy::of(&self.args, None).map_err(|error| error.to_string())?;
         let listeners = begin.listeners.iter().chain(&begin.control_tcp);
         if policy
-            .check(&begin.exports, listeners.clone(), begin.control.as_ref(), begin.ublk)
+            .check(&begin.exports, listeners.clone(), begin.control.as_ref(), &begin.nodes())
             .is_err()
         {
             return Ok(());
@@ -140,7 +140,7 @@ impl TakenOverServer {
         begin.exports.iter().try_for_each(|state| self.export_is_right(state))?;
         listeners.clone().try_for_each(|state| self.socket_is_right(state, "socket"))?;
         begin.control.iter().try_for_each(|state| self.socket_is_right(state, "control"))?;
-        begin.ublk.map_or(Ok(()), |id| Err(format!("a block device: {id}")))
+        begin.nodes().first().map_or(Ok(()), |node| Err(format!("a block device: {node:?}")))
     }
 
     fn export_is_right(&self, state: &ExportState) -> Result<(), String> {

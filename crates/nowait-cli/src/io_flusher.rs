@@ -18,7 +18,7 @@ use crate::error::{CliError, os_message};
 /// `--io-flusher`, and the process may not (`EPERM`) or the kernel cannot (`EINVAL`, before Linux 5.6). Without that
 /// option the reason is a warning.
 pub(crate) fn set_if_asked(args: &ServeArgs) -> Result<(), CliError> {
-    let has_node = args.ublk.ublk.is_some();
+    let has_node = args.ublk.is_given();
     if !args.io_flusher && !has_node {
         return Ok(());
     }

@@ -13,6 +13,7 @@ use crate::args::ServeArgs;
 use crate::args::tls_args::Encryption;
 use crate::export_spec::NamedExport;
 use crate::open_disk::OpenedDisk;
+use crate::ublk_nodes::UblkNodes;
 
 /// Prints that clients can connect, and where. The parent process knows inherited sockets, and
 /// standard output may be read by another program then, as in `nbdcopy -- [ nowait serve IMAGE ]
@@ -31,15 +32,15 @@ pub(crate) fn ready_lines(
     all: &[OpenedDisk],
     kind: QueueKind,
     listens: &[Address],
-    node: Option<&str>,
+    nodes: &UblkNodes,
 ) -> String {
     let queue = match kind {
         QueueKind::Auto | QueueKind::Uring | QueueKind::Polled => "uring",
         QueueKind::Threads => "threads",
     };
     let sockets = vhost_user_paths(args, all);
-    let exports = all.iter().zip(sockets).map(|(opened, sockets)| {
-        serde_json::json!({
+    let exports = all.iter().enumerate().zip(sockets).map(|((at, opened), sockets)| {
+        let mut export = serde_json::json!({
             "name": opened.named.name,
             "image": opened.named.image.to_string_lossy(),
             "format": opened.image.format().name(),
@@ -48,7 +49,11 @@ pub(crate) fn ready_lines(
             "size_bytes": opened.image.size(),
             "read_only": opened.image.is_read_only(),
             "direct_io": opened.image.is_direct(),
-        })
+        });
+        if let Some(node) = nodes.path(at) {
+            export["node"] = node.into();
+        }
+        export
     });
     if args.json {
         let mut ready = serde_json::json!({
@@ -65,9 +70,6 @@ pub(crate) fn ready_lines(
             "queues": args.threads(),
             "pid": std::process::id(),
         });
-        if let Some(node) = node {
-            ready["exports"][0]["node"] = node.into();
-        }
         // The keys of the first export are at the top level, too.
         for key in ["image", "format", "uris", "size_bytes", "read_only", "direct_io"] {
             ready[key] = ready["exports"][0][key].clone();
@@ -77,7 +79,7 @@ pub(crate) fn ready_lines(
         let uris = all.iter().flat_map(|opened| uris(args, listens, &opened.named));
         let sockets = args.vhost_user.sockets.iter();
         let sockets = sockets.map(|socket| format!("vhost-user:{}", socket.socket));
-        let places = node.map(str::to_owned).into_iter().chain(uris).chain(sockets);
+        let places = nodes.devices().map(|device| device.node()).chain(uris).chain(sockets);
         places.map(|place| format!("serving {place}\n")).collect()
     }
 }

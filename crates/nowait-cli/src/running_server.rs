@@ -158,6 +158,13 @@ impl RunningServer {
         self.disks.lock().iter().map(state).collect()
     }
 
+    /// The numbers of the block devices of this machine, each with the index of its export.
+    fn nodes(&self) -> Vec<(usize, u32)> {
+        let disks = self.disks.lock();
+        let all = disks.iter().enumerate();
+        all.filter_map(|(at, served)| Some((at, served.node()?.id()))).collect()
+    }
+
     /// The storages that all exports may stand on, and those of `backing`, which are opened unless
     /// another export stands on them.
     fn storages_below(&self, backing: &[String]) -> Result<NamedStorages, ControlError> {
@@ -376,13 +383,19 @@ impl ControlledServer for RunningServer {
             Errno::EXIST => conflict("there is an export of that name"),
             _ => failed(error),
         })?;
-        self.disks.lock().push(ServedDisk { id, disk, places });
+        self.disks.lock().push(ServedDisk { id, disk, places, ublk: None });
         self.export(id.number())
     }
 
     fn remove(&self, id: u64, hard: bool) -> Result<(), ControlError> {
         let _changing = self.begin_change()?;
         let id = self.id_of(id)?;
+        let node = || {
+            let disks = self.disks.lock();
+            // The first is the default export, whose node does not matter.
+            let served = disks.iter().skip(1).find(|served| served.id == id)?;
+            served.node().map(|device| (device.node(), device.id()))
+        };
         let removed = match hard {
             true => self.exports.remove_by_force(id, REMOVE_TIMEOUT),
             false => self.exports.remove_unused(id, REMOVE_TIMEOUT),
@@ -393,7 +406,12 @@ impl ControlledServer for RunningServer {
                 let count = all.iter().filter(|client| client.export == Some(id)).count();
                 conflict(format!("{count} clients use it (mode=hard disconnects them)"))
             }
-            Errno::BUSY => conflict("the default export cannot be removed"),
+            Errno::BUSY => conflict(match node() {
+                Some((node, number)) => {
+                    format!("it is {node} ('nowait ublk stop {number}' removes that)")
+                }
+                None => "the default export cannot be removed".into(),
+            }),
             Errno::TIMEDOUT => conflict("clients are left; it ends with the last one"),
             Errno::NOENT => no_such_export(),
             _ => failed(error),
@@ -438,7 +456,7 @@ impl ControlledServer for RunningServer {
         let binary = upgrade.binary.as_deref().map(|path| absolute(Path::new(path))).transpose()?;
         let mut serving = self.begin_change()?;
         let park = || ParkedDisks::new(&self.exports, self.disks.lock());
-        let report = hand_over(&self.upgrades, binary, self.states(), park)?;
+        let report = hand_over(&self.upgrades, binary, self.states(), &self.nodes(), park)?;
         *serving = Serving::Elsewhere;
         Ok(report)
     }

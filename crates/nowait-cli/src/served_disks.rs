@@ -5,7 +5,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nowait_control::PatchExport;
-use nowait_server::{ExportId, Exports};
+use nowait_server::{ExportId, Exports, UblkDevice};
 
 use crate::open_disk::OpenedDisk;
 
@@ -14,6 +14,15 @@ pub(crate) struct ServedDisk {
     pub(crate) id: ExportId,
     pub(crate) disk: OpenedDisk,
     pub(crate) places: Vec<String>,
+    /// The block device of this machine that it was made at the start of the server.
+    pub(crate) ublk: Option<Arc<UblkDevice>>,
+}
+
+impl ServedDisk {
+    /// Its block device of this machine, unless another program has removed that.
+    pub(crate) fn node(&self) -> Option<&UblkDevice> {
+        self.ublk.as_deref().filter(|device| device.has_node())
+    }
 }
 
 /// Makes those changes of export `id` for which no image is opened: its limits, its weight, and whether

@@ -88,18 +88,22 @@ impl Registry {
     /// An export that can be removed.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such export. `EBUSY`: it is the default export.
+    /// `ENOENT`: there is no such export. `EBUSY`: it is the default export, or a local block device that has its node.
     fn removable(&self, id: ExportId) -> Result<Arc<RegisteredExport>, Error> {
         let failed = |errno| Error::new(errno, Operation::SetUp);
         let export = self.get(id).ok_or(failed(libc::ENOENT))?;
-        if id == Self::DEFAULT { Err(failed(libc::EBUSY)) } else { Ok(export) }
+        if id == Self::DEFAULT || export.ublk_with_node().is_some() {
+            Err(failed(libc::EBUSY))
+        } else {
+            Ok(export)
+        }
     }
 
     /// Lets no further client choose an export that is not used; [`Registry::wait_removed`] does the rest.
     /// `connected` says whether a client is connected whose use has not begun yet.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such export. `EBUSY`: it is the default export. `EUSERS`: it has clients.
+    /// As [`Registry::remove`]; `EUSERS`: it has clients.
     pub(crate) fn remove_unused(
         &self,
         id: ExportId,
@@ -115,7 +119,7 @@ impl Registry {
     /// Removes an export: no further client can choose it. The threads have to look at their exports.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such export. `EBUSY`: it is the default export.
+    /// `ENOENT`: there is no such export. `EBUSY`: it is the default export, or a local block device that has its node.
     pub(crate) fn remove(&self, id: ExportId) -> Result<Arc<RegisteredExport>, Error> {
         let export = self.removable(id)?;
         export.stop_controls();

@@ -199,8 +199,9 @@ impl Exports {
     /// leave. Waits at most `timeout` for that, and until all writes are durable.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such export any more. `EBUSY`: it is the default export. `ETIMEDOUT`:
-    /// clients are left; the export ends with the last one, and another call goes on waiting.
+    /// `ENOENT`: there is no such export any more. `EBUSY`: it is the default export, or a local block
+    /// device that has its node. `ETIMEDOUT`: clients are left; the export ends with the last one, and
+    /// another call goes on waiting.
     pub fn remove(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
         let export = self.0.registry.remove(id)?;
         self.wait_removed(&export, timeout)

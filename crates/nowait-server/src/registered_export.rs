@@ -57,6 +57,11 @@ impl RegisteredExport {
         self.ublk.as_ref().filter(|device| !device.is_lost())
     }
 
+    /// The same, unless another program has removed its node.
+    pub(crate) fn ublk_with_node(&self) -> Option<&Arc<UblkDevice>> {
+        self.live_ublk().filter(|device| device.has_node())
+    }
+
     /// Notes the thread of a vhost-user socket, which [`RegisteredExport::stop_controls`] ends.
     pub(crate) fn add_control(&self, handle: Arc<ControlHandle>) {
         lock(&self.controls).push(handle);

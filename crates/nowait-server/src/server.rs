@@ -23,6 +23,7 @@ pub use crate::net::listener::Listener;
 use crate::reactor;
 pub use crate::server_options::{ExportOptions, Options};
 use crate::threads::{Shared, ThreadEvent};
+use crate::ublk::ublk_device::UblkDevice;
 
 /// The state in which a server stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -132,9 +133,7 @@ impl Server {
                 }
             }
         }
-        for device in self.shared.ublk_devices() {
-            device.stop(timeout, || self.shared.wake_threads());
-        }
+        self.stop_ublk_devices(timeout);
         let deadline = Instant::now() + timeout;
         while self.shared.running() > 0 {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -145,5 +144,21 @@ impl Server {
         }
         self.shared.summarize_faults();
         Ok(ShutdownReport { unfinished: self.shared.in_flight(), handed_over: false })
+    }
+
+    /// Waits at most `timeout` for the users of all local block devices together.
+    fn stop_ublk_devices(&self, timeout: Duration) {
+        let shared = &*self.shared;
+        let stop = move |device: &UblkDevice| device.stop(timeout, || shared.wake_threads());
+        std::thread::scope(|scope| {
+            for device in shared.ublk_devices() {
+                let stopping = device.clone();
+                let thread = std::thread::Builder::new();
+                // Without a thread of its own it waits for the one before.
+                if thread.spawn_scoped(scope, move || stop(&stopping)).is_err() {
+                    stop(&device);
+                }
+            }
+        });
     }
 }

@@ -22,6 +22,8 @@ pub(crate) mod upgrade_args;
 pub(crate) mod top_args;
 pub(crate) mod vhost_user_args;
 
+use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::thread;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
@@ -336,6 +338,26 @@ impl ServeArgs {
         export_spec::named(&self.images, self.export.as_deref())
     }
 
+    /// The exports with their names; the default image is there without its path.
+    fn exports_or_default(&self) -> Result<Vec<NamedExport>, String> {
+        let mut exports = self.exports()?;
+        if exports.is_empty() {
+            let name = self.default_name().to_owned();
+            exports.push(NamedExport { name, image: PathBuf::new() });
+        }
+        Ok(exports)
+    }
+
+    /// The numbers of the block devices of this machine, where they are given, by the names of their exports.
+    ///
+    /// # Errors
+    /// A message for the user, as [`UblkArgs::nodes`].
+    pub(crate) fn nodes(&self) -> Result<BTreeMap<String, Option<u32>>, String> {
+        let exports = self.exports_or_default()?;
+        let nodes = self.ublk.nodes(&exports)?.into_iter();
+        Ok(nodes.map(|(at, id)| (exports[at].name.clone(), id)).collect())
+    }
+
     /// Whether objects are served, or may be later.
     pub(crate) fn names_objects(&self) -> bool {
         let images = self.images.iter().filter_map(|image| image.location().ok());
@@ -358,10 +380,11 @@ impl ServeArgs {
     /// # Errors
     /// A message for the user.
     fn check(&self) -> Result<(), String> {
-        self.vhost_user.check(self.exports()?, self.default_name())?;
+        let exports = self.exports_or_default()?;
+        self.vhost_user.check(&exports)?;
         self.addresses.check()?;
         self.others.check(self.format)?;
-        self.ublk.check(self.queue)?;
+        self.ublk.check(&exports, self.queue)?;
         self.control.check()?;
         self.tls.check()
     }
@@ -387,21 +410,7 @@ impl ServeArgs {
     /// The engine's configuration: all mechanisms on except those that `--off` names.
     pub(crate) fn config(&self) -> nowait::Config {
         let mut config = nowait::Config::default();
-        for switch in &self.off {
-            *match switch {
-                Switch::Simple => &mut config.simple,
-                Switch::InlineCompletion => &mut config.inline_completion,
-                Switch::Vectored => &mut config.vectored,
-                Switch::Pool => &mut config.pool,
-                Switch::Merge => &mut config.merge,
-                Switch::NowaitFirst => &mut config.nowait_first,
-                Switch::BackOff => &mut config.back_off,
-                Switch::Hint => &mut config.hint,
-                Switch::GroupSyncs => &mut config.group_syncs,
-                Switch::AllocateAhead => &mut config.allocate_ahead,
-                Switch::ZeroCopy => continue,
-            } = false;
-        }
+        self.off.iter().for_each(|switch| switch.turn_off(&mut config));
         config
     }
 }
@@ -425,157 +434,4 @@ pub(crate) enum QueueKind {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::path::PathBuf;
-
-    use clap::CommandFactory;
-    use clap::error::ErrorKind;
-    use nowait_nbd::Address;
-
-    use super::*;
-    use crate::export_spec::MAX_NAME_BYTES;
-
-    fn parse(line: &str) -> Result<Command, clap::Error> {
-        Cli::try_parse_from(line.split_whitespace()).map(|cli| cli.command)
-    }
-
-    fn serve(line: &str) -> ServeArgs {
-        match parse(line).unwrap() {
-            Command::Serve(args) => *args,
-            other => panic!("{other:?}"),
-        }
-    }
-
-    #[test]
-    fn the_definition_is_consistent() {
-        Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn serve_needs_nothing() {
-        let args = serve("nowait serve");
-        assert_eq!((args.exports().unwrap(), args.default_name()), (vec![], ""));
-        assert_eq!(args.addresses.listens(), []);
-        assert_eq!((args.direct, args.queue, args.format), (Direct::Auto, None, None));
-        assert!(args.others.backing_dir.is_empty() && args.others.data_file.is_empty());
-        assert!(!args.read_only && !args.json && !args.verbose);
-    }
-
-    #[test]
-    fn serve_takes_every_option() {
-        let args = serve(
-            "nowait serve disk.img --format raw --backing-dir d --data-file f --nbd unix:/a --nbd tcp:h:1 --export e \
-             --read-only --direct on --queues 3 --queue threads --json --verbose \
-             --max-connections 7",
-        );
-        let named = NamedExport { name: "e".into(), image: "disk.img".into() };
-        assert_eq!(args.exports().unwrap(), [named]);
-        let tcp = Address::Tcp { host: "h".into(), port: 1 };
-        assert_eq!(args.addresses.listens(), [Address::Unix("/a".into()), tcp]);
-        assert_eq!((args.threads(), args.max_connections), (3, 7));
-        assert_eq!((args.direct, args.queue), (Direct::On, Some(QueueKind::Threads)));
-        assert_eq!(args.format, Some(nowait_image::Format::Raw));
-        assert_eq!(args.others.backing_dir, [PathBuf::from("d")]);
-        assert_eq!(args.others.data_file, [PathBuf::from("f")]);
-        assert!(args.read_only && args.json && args.verbose);
-    }
-
-    #[test]
-    fn a_command_line_of_qemu_nbd_means_what_it_means_there() {
-        let line =
-            "nowait serve -t -r -e 4 -x name -D text -f raw -A -v -k /a -b ::1 -p 7 disk.img";
-        let args = serve(line);
-        args.check().unwrap();
-        let named = NamedExport { name: "name".into(), image: "disk.img".into() };
-        assert_eq!(args.exports().unwrap(), [named]);
-        let tcp = Address::Tcp { host: "::1".into(), port: 7 };
-        assert_eq!(args.addresses.listens(), [Address::Unix("/a".into()), tcp]);
-        assert_eq!((args.max_connections, args.description.as_deref()), (4, Some("text")));
-        assert_eq!(args.format, Some(nowait_image::Format::Raw));
-        assert!(args.read_only && args.verbose);
-        let long = serve(
-            "nowait serve --persistent --read-only --shared=4 --export-name=name \
-             --description=text --format=raw --allocation-depth --verbose --socket=/a --bind=[::1] \
-             --port=7 --pid-file=/p disk.img",
-        );
-        assert_eq!(long.addresses.listens(), args.addresses.listens());
-        assert_eq!(long.lifetime.pid_file, Some("/p".into()));
-        let alone = serve("nowait serve -p 10809 disk.img");
-        assert!(alone.check().unwrap_err().contains("--bind HOST"));
-        let default = Address::Tcp { host: "h".into(), port: 10809 };
-        assert_eq!(serve("nowait serve -b h").addresses.listens(), [default]);
-    }
-
-    #[test]
-    fn without_queues_there_is_at_least_one() {
-        assert!((1..=MOST_BY_DEFAULT).contains(&serve("nowait serve").threads()));
-        assert_eq!(serve("nowait serve --threads 9").threads(), 9);
-    }
-
-    #[test]
-    fn off_disables_only_the_named_mechanisms() {
-        let all = nowait::Config::default();
-        assert_eq!(serve("nowait serve").config(), all);
-        let expected = nowait::Config { simple: false, hint: false, ..all };
-        assert_eq!(serve("nowait serve --off simple,hint").config(), expected);
-        assert_eq!(serve("nowait serve --off hint --off simple").config(), expected);
-        let off = "inline-completion,vectored,pool,merge,nowait-first,back-off,group-syncs";
-        let some = serve(&format!("nowait serve --off {off}"));
-        let expected = nowait::Config {
-            group_syncs: false,
-            inline_completion: false,
-            vectored: false,
-            pool: false,
-            merge: false,
-            nowait_first: false,
-            back_off: false,
-            ..all
-        };
-        assert_eq!(some.config(), expected);
-        let one = serve("nowait serve --off allocate-ahead");
-        assert_eq!(one.config(), nowait::Config { allocate_ahead: false, ..all });
-    }
-
-    #[test]
-    fn an_invalid_value_is_a_usage_error_with_the_reason() {
-        let long = format!("nowait serve --export {}", "x".repeat(MAX_NAME_BYTES + 1));
-        for (line, why) in [
-            ("nowait create a 1G --format vmdk", "raw and qcow2"),
-            ("nowait create a 1G --cluster-size 3000", "a power of two"),
-            ("nowait create a 1G --preallocation full", "metadata"),
-            ("nowait resize a -x", "as in 512M"),
-            ("nowait resize a +", "as in 512M"),
-            ("nowait serve a --format vdi", "raw, qcow2, vmdk and vhdx"),
-            ("nowait serve --nbd udp:a", "begins with unix: or tcp:"),
-            ("nowait serve --queues 0", "1..=256"),
-            ("nowait serve --queues 257", "1..=256"),
-            ("nowait serve --max-connections 0", "1..=1048576"),
-            ("nowait serve --off everything", "nowait-first"),
-            ("nowait serve --queue aio", "threads"),
-            ("nowait resize a 0", "at least one byte"),
-            ("nowait serve a=", "the image is missing"),
-            ("nowait check a --format vdi", "raw, qcow2, vmdk and vhdx"),
-            (long.as_str(), "4097 bytes, the protocol allows 4096"),
-        ] {
-            let error = parse(line).unwrap_err();
-            assert_eq!(error.exit_code(), 2, "{line}");
-            assert!(error.to_string().contains(why), "{line}: {error}");
-        }
-    }
-
-    #[test]
-    fn a_name_that_is_given_twice_is_a_usage_error() {
-        let error = serve("nowait serve a=x a=y").exports().unwrap_err();
-        assert!(error.contains("have one name, 'a'"), "{error}");
-    }
-
-    #[test]
-    fn a_missing_argument_is_a_usage_error() {
-        for line in ["nowait create", "nowait create disk.img", "nowait info", "nowait map"] {
-            let error = parse(line).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::MissingRequiredArgument, "{line}");
-            assert_eq!(error.exit_code(), 2, "{line}");
-        }
-        assert_eq!(parse("nowait").unwrap_err().exit_code(), 2);
-    }
-}
+mod tests;

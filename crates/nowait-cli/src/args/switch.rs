@@ -30,3 +30,22 @@ pub(crate) enum Switch {
     /// Moving data between storage and the users of a --ublk node without a copy
     ZeroCopy,
 }
+
+impl Switch {
+    /// Turns it off in `config`, if it is the engine's.
+    pub(crate) fn turn_off(self, config: &mut nowait::Config) {
+        *match self {
+            Self::Simple => &mut config.simple,
+            Self::InlineCompletion => &mut config.inline_completion,
+            Self::Vectored => &mut config.vectored,
+            Self::Pool => &mut config.pool,
+            Self::Merge => &mut config.merge,
+            Self::NowaitFirst => &mut config.nowait_first,
+            Self::BackOff => &mut config.back_off,
+            Self::Hint => &mut config.hint,
+            Self::GroupSyncs => &mut config.group_syncs,
+            Self::AllocateAhead => &mut config.allocate_ahead,
+            Self::ZeroCopy => return,
+        } = false;
+    }
+}

@@ -1,39 +1,61 @@
 //! The command-line options for block devices of this machine, and the command `nowait ublk`.
 
+use std::collections::BTreeMap;
+
 use clap::{Args, Subcommand};
 
 use crate::args::QueueKind;
+use crate::export_spec::NamedExport;
+use crate::ublk_spec;
+use crate::ublk_spec::{MAX_ID, UblkArg};
 
-/// The greatest number of a device: one less than the kernel's minor numbers.
-const MAX_ID: i64 = (1 << 20) - 1;
-
-/// The block device that an image becomes.
+/// The block devices that images become.
 #[derive(Debug, Args)]
 pub(crate) struct UblkArgs {
-    /// Make the first IMAGE a block device of this machine, /dev/ublkbID
+    /// Make IMAGE a block device of this machine, /dev/ublkbID; can be given once for each IMAGE
     ///
-    /// Without ID any free number is taken; "serving /dev/ublkbID" tells which. It needs the kernel's
-    /// ublk driver and io_uring. Without --nbd there is no socket. The device outlives a server that
-    /// is killed: its users wait until 'nowait serve --ublk=ID' serves the same IMAGE again. A server
-    /// that is stopped waits 10 s for the users to leave, and leaves the device like that if they do
-    /// not; 'nowait ublk' lists and removes devices.
-    #[arg(help_heading = "Addresses", long, value_name = "ID", num_args = 0..=1, require_equals = true)]
-    #[arg(value_parser = clap::value_parser!(u32).range(0..=MAX_ID))]
-    pub(crate) ublk: Option<Option<u32>>,
+    /// EXPORT is the name of one of several IMAGEs; without it the node is for the first IMAGE that has
+    /// none. Without ID any free number is taken; "serving /dev/ublkbID" tells which. It needs the
+    /// kernel's ublk driver and io_uring. Without --nbd there is no socket. The device outlives a server
+    /// that is killed: its users wait until 'nowait serve --ublk=ID' serves the same IMAGE again. A
+    /// server that is stopped waits 10 s for the users to leave, and leaves the device like that if they
+    /// do not; 'nowait ublk' lists and removes devices.
+    #[arg(help_heading = "Addresses", long, value_name = "[EXPORT=]ID")]
+    #[arg(num_args = 0..=1, require_equals = true, default_missing_value = "")]
+    #[arg(value_parser = str::parse::<UblkArg>)]
+    ublk: Vec<UblkArg>,
 }
 
 impl UblkArgs {
-    /// Checks rules that the parser does not.
+    /// Whether an image becomes a block device.
+    pub(crate) fn is_given(&self) -> bool {
+        !self.ublk.is_empty()
+    }
+
+    /// The numbers of the nodes, where they are given, by the indices of their exports in `exports`.
     ///
     /// # Errors
-    /// A message for the user: the driver's commands are io_uring's.
-    pub(crate) fn check(&self, queue: Option<QueueKind>) -> Result<(), String> {
-        match (self.ublk, queue) {
-            (Some(_), Some(QueueKind::Threads)) => {
-                Err("--ublk needs io_uring: leave --queue threads out".into())
-            }
-            _ => Ok(()),
+    /// A message for the user, as [`ublk_spec::assign`].
+    pub(crate) fn nodes(
+        &self,
+        exports: &[NamedExport],
+    ) -> Result<BTreeMap<usize, Option<u32>>, String> {
+        ublk_spec::assign(&self.ublk, exports)
+    }
+
+    /// Checks rules that the parser does not, for `exports`.
+    ///
+    /// # Errors
+    /// A message for the user: as [`UblkArgs::nodes`], or the driver's commands are io_uring's.
+    pub(crate) fn check(
+        &self,
+        exports: &[NamedExport],
+        queue: Option<QueueKind>,
+    ) -> Result<(), String> {
+        if self.is_given() && queue == Some(QueueKind::Threads) {
+            return Err("--ublk needs io_uring: leave --queue threads out".into());
         }
+        self.nodes(exports).map(drop)
     }
 }
 
@@ -62,7 +84,7 @@ pub(crate) enum UblkAction {
     /// that wait for it fail.
     Stop {
         /// The number N of /dev/ublkbN
-        #[arg(value_parser = clap::value_parser!(u32).range(0..=MAX_ID))]
+        #[arg(value_parser = clap::value_parser!(u32).range(0..=i64::from(MAX_ID)))]
         id: u32,
         /// Remove it also while it is in use: its users get I/O errors
         #[arg(long)]
@@ -73,6 +95,8 @@ pub(crate) enum UblkAction {
 const AFTER_HELP: &str = "\
 Examples:
   nowait serve disk.img --ublk        serve an image as /dev/ublkb0, or another free number
+  nowait serve a=a.img b=b.img --ublk=a=1 --ublk=b=2
+                                      serve two images as /dev/ublkb1 and /dev/ublkb2
   nowait ublk list                    the devices, and what uses them
   nowait ublk stop 0                  remove /dev/ublkb0
 

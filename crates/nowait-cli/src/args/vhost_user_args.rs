@@ -2,8 +2,6 @@
 //!
 //! Invariant: after `check`, each socket has an export and a path of its own.
 
-use std::path::PathBuf;
-
 use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 
@@ -29,15 +27,11 @@ pub(crate) struct VhostUserArgs {
 }
 
 impl VhostUserArgs {
-    /// Checks that there is an export for each socket among `exports`, of which an empty list is one
-    /// of the name `default`.
+    /// Checks that there is an export for each socket among `exports`.
     ///
     /// # Errors
     /// A message for the user.
-    pub(crate) fn check(&self, mut exports: Vec<NamedExport>, default: &str) -> Result<(), String> {
-        if exports.is_empty() {
-            exports.push(NamedExport { name: default.to_owned(), image: PathBuf::new() });
-        }
-        vhost_user_spec::check(&self.sockets, &exports)
+    pub(crate) fn check(&self, exports: &[NamedExport]) -> Result<(), String> {
+        vhost_user_spec::check(&self.sockets, exports)
     }
 }

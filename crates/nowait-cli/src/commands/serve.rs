@@ -10,7 +10,7 @@ use std::time::Duration;
 use nowait::{RegisteredMemory, Uring};
 use nowait_nbd::Address;
 use nowait_remote::RbdStorage;
-use nowait_server::{Exports, Listener, Options, QueueKind, Server, Tls, UblkNode};
+use nowait_server::{Exports, Listener, Options, QueueKind, Server, Tls};
 use rustix::process::Rlimit;
 use tracing::{info, warn};
 
@@ -19,7 +19,6 @@ use crate::args::ServeArgs;
 use crate::args::control_args::ControlAddress;
 use crate::background::Background;
 use crate::commands::info::registrable;
-use crate::commands::ublk;
 use crate::confinement::{needed_files, owned_paths};
 use crate::control_interface::{BoundControl, ControlInterface};
 use crate::endpoints::{Endpoints, exports_of};
@@ -37,6 +36,7 @@ use crate::sandbox::FileAccess;
 use crate::served_disks::{ServedDisk, ServedDisks};
 use crate::signals::Ending;
 use crate::size::human;
+use crate::ublk_nodes::UblkNodes;
 use crate::upgrade::credential_processes;
 use crate::upgrade::hand_over::Upgrades;
 use crate::upgrade::hand_over_policy::{HandOverPolicy, files_of_images};
@@ -98,22 +98,22 @@ fn serve(
     let Some(first) = all.first() else { return Ok(()) };
     let (named, image) = (first.named.clone(), &first.named.image.clone());
     let kind = if args.poll { polled_queue(&all)? } else { queue_kind(args)? };
-    let handed_over = take_over.as_ref().and_then(|take_over| take_over.ublk);
-    let ublk = ublk::open(args, first, handed_over)?;
+    let handed_over = take_over.as_ref().map(|take_over| &take_over.nodes[..]);
+    let nodes = UblkNodes::open(args, &all, handed_over)?;
     let handed = take_over.as_deref_mut().map(TakeOver::listeners).transpose()?;
     let Endpoints { mut listeners, listens, inherited, default_socket, states } =
-        Endpoints::open(args, image, ublk.is_some(), inherited, handed, &ending)?;
+        Endpoints::open(args, image, !nodes.is_empty(), inherited, handed, &ending)?;
     let (pid_file, log_file) = process_files(args, &ending)?;
-    let (control, upgrades) =
-        bind_control(args, take_over.as_deref_mut(), launcher, states, ublk.as_ref())?;
-    let devices = exports_of(args, &all, connections, ublk.as_ref(), adopted.is_some())?;
+    let (control, upgrades) = bind_control(args, take_over.as_deref_mut(), launcher, states)?;
+    let devices = exports_of(args, &all, connections, &nodes, adopted.is_some())?;
     let files = needed_files(args, &all);
     let mut names = owned_paths(args, &listens[inherited..], default_socket.as_deref());
     control.token_file().iter().for_each(|path| names.file(path));
     keep_paths(paths_changer, names, &files, (pid_file.as_deref(), log_file.as_ref()))?;
-    let new_node = ublk.as_ref().filter(|_| handed_over.is_none());
-    if new_node.is_none() {
-        confinement::enter(args, files.clone(), ublk.as_ref())?;
+    // The driver makes the nodes of a new device, or of one that waits, when its queues are served.
+    let nodes_appear = take_over.is_none() && !nodes.is_empty();
+    if !nodes_appear {
+        confinement::enter(args, files.clone(), &nodes)?;
     }
     // A program that takes over accepts connections when the other one does no more.
     let later = take_over.as_ref().map(|_| std::mem::take(&mut listeners)).unwrap_or_default();
@@ -122,20 +122,19 @@ fn serve(
     let tls_files = tls_files.into_iter().chain(control.tls()).collect();
     let reload = Reload::new(server.exports(), tls_files, log_file.clone());
     ending.serving(server.shutdown_handle(), reload);
-    if let Some(node) = new_node {
-        start_node(node, image)?;
-        confinement::enter(args, files, new_node)?;
+    if nodes_appear {
+        nodes.start()?;
+        confinement::enter(args, files, &nodes)?;
     }
-    let node = ublk.as_ref().map(|ublk| ublk.device().node());
-    let lines = ready_lines(args, &all, kind, &listens, node.as_deref());
-    let disks = ServedDisks::new(served(args, &server, all, &listens, node.as_deref()));
+    let lines = ready_lines(args, &all, kind, &listens, &nodes);
+    let disks = ServedDisks::new(served(args, &server, all, &listens, &nodes));
     let added = additions(args, listens.clone(), common);
     let running = RunningServer::new(server.exports(), disks.clone(), added, upgrades);
     if let Some(take_over) = &take_over {
         let clients = adopted.unwrap_or_default();
         add_places(&mut disks.lock(), &clients);
         take_over.serve(&server.exports(), later, clients)?;
-        ublk.iter().try_for_each(|node| start_node(node, image))?;
+        nodes.start()?;
     }
     pid_file.iter().filter_map(|file| file.appear().err()).for_each(|error| warn!("{error}"));
     let control = control.serve(running);
@@ -144,7 +143,7 @@ fn serve(
     is_default.then(|| print_hint(args, &listens, &named));
     start_long_run(server.exports(), background, log_file.as_ref(), waiting);
     let ended = serve_and_flush(server, &ending, &disks, image)?;
-    end(args, ended, control, (default_socket, pid_file, ublk))?;
+    end(args, ended, control, (default_socket, pid_file, nodes))?;
     // Without destructors: a request that never ends would block its worker, and the worker the end
     // of this process; and what another process has taken over stays.
     process::end(0);
@@ -158,11 +157,6 @@ fn begin(args: &ServeArgs, successor: bool) -> Result<Option<Background>, CliErr
     forks.then(background::fork).transpose()
 }
 
-/// Has `node` appear, which cannot be named before, or go on.
-fn start_node(node: &UblkNode, image: &Path) -> Result<(), CliError> {
-    node.start().map_err(|error| CliError::at(image, error))
-}
-
 /// Binds the sockets of the control interface, or takes them over. Also returns what a program needs to take over from
 /// this one, with the sockets of clients in `listeners`.
 fn bind_control(
@@ -170,12 +164,10 @@ fn bind_control(
     take_over: Option<&mut TakeOver>,
     launcher: Result<Arc<Launcher>, String>,
     listeners: Vec<(ListenerState, OwnedFd)>,
-    ublk: Option<&UblkNode>,
 ) -> Result<(BoundControl, Upgrades), CliError> {
     let bound = BoundControl::bind(&args.control, take_over)?;
     let control = bound.states()?;
-    let ublk = ublk.map(|node| node.device().id());
-    Ok((bound, Upgrades { launcher, listeners, control, ublk }))
+    Ok((bound, Upgrades { launcher, listeners, control }))
 }
 
 /// What ends the server of `args`: signals, and the end of its `parent` if it is asked to.
@@ -349,22 +341,17 @@ fn served(
     server: &Server,
     all: Vec<OpenedDisk>,
     listens: &[Address],
-    node: Option<&str>,
+    nodes: &UblkNodes,
 ) -> Vec<ServedDisk> {
-    let places = |(disk, sockets): (&OpenedDisk, Vec<String>)| -> Vec<String> {
-        let sockets = sockets.into_iter().map(|path| format!("vhost-user:{path}"));
-        uris(args, listens, &disk.named).into_iter().chain(sockets).collect()
-    };
-    let places: Vec<_> = all.iter().zip(vhost_user_paths(args, &all)).map(places).collect();
+    let sockets = vhost_user_paths(args, &all);
     let ids = server.exports().list().into_iter().map(|(id, _)| id);
-    let mut served: Vec<ServedDisk> = ids
-        .zip(all.into_iter().zip(places))
-        .map(|(id, (disk, places))| ServedDisk { id, disk, places })
-        .collect();
-    if let (Some(first), Some(node)) = (served.first_mut(), node) {
-        first.places.insert(0, node.to_owned());
-    }
-    served
+    let served = |(at, (id, (disk, sockets))): (usize, (_, (OpenedDisk, Vec<String>)))| {
+        let sockets = sockets.into_iter().map(|path| format!("vhost-user:{path}"));
+        let uris = uris(args, listens, &disk.named);
+        let places = nodes.path(at).into_iter().chain(uris).chain(sockets).collect();
+        ServedDisk { id, disk, places, ublk: nodes.device(at) }
+    };
+    ids.zip(all.into_iter().zip(sockets)).enumerate().map(served).collect()
 }
 
 /// Adds the vhost-user sockets of `clients` that are none of the arguments.
@@ -510,12 +497,12 @@ fn queue_kind(args: &ServeArgs) -> Result<QueueKind, CliError> {
         Ok(ring) => {
             info!("io_uring: {}", ring.offered());
             info!("registered buffers: {}", registrable());
-            let must = args.queue.is_some() || args.ublk.ublk.is_some();
+            let must = args.queue.is_some() || args.ublk.is_given();
             return Ok(if must { QueueKind::Uring } else { QueueKind::Auto });
         }
         Err(error) => Uring::refusal(error),
     };
-    if args.ublk.ublk.is_some() {
+    if args.ublk.is_given() {
         return Err(CliError::new(format!("{error}: --ublk needs it")));
     }
     if args.queue.is_some() {

@@ -18,7 +18,7 @@ use crate::upgrade::channel::{Bounds, Channel};
 use crate::upgrade::launcher::Launcher;
 use crate::upgrade::messages::{
     Answer, Begin, ConnectionMessage, ControlStates, DeviceMessage, Drained, ExportState, Go,
-    ListenerState, PROTOCOL, SplitMessage, VmmMessage,
+    ListenerState, SplitMessage, VmmMessage,
 };
 
 /// How long the new program may take until it waits for the images.
@@ -34,8 +34,6 @@ pub(crate) struct Upgrades {
     pub(crate) launcher: Result<Arc<Launcher>, String>,
     pub(crate) listeners: Vec<(ListenerState, OwnedFd)>,
     pub(crate) control: ControlStates,
-    /// The number of the block device of this machine.
-    pub(crate) ublk: Option<u32>,
 }
 
 impl Upgrades {
@@ -78,8 +76,8 @@ pub(crate) trait Parked {
     fn release(self, successor: u32);
 }
 
-/// Hands over to `binary`, or else to the program from which this process was started. When this
-/// returns `Ok`, another process serves.
+/// Hands over to `binary`, or else to the program from which this process was started: `exports`, and the numbers of
+/// `nodes` with the indices of their exports. When this returns `Ok`, another process serves.
 ///
 /// # Errors
 /// Why the new program does not serve; this one goes on.
@@ -87,12 +85,13 @@ pub(crate) fn hand_over<P: Parked>(
     upgrades: &Upgrades,
     binary: Option<&Path>,
     exports: Vec<ExportState>,
+    nodes: &[(usize, u32)],
     park: impl FnOnce() -> Result<P, ControlError>,
 ) -> Result<UpgradeReport, ControlError> {
     let launcher = upgrades.launcher.as_ref();
     let launcher = launcher.map_err(|why| ControlError::Conflict(why.clone()))?;
     let (channel, process) = launcher.launch(binary)?;
-    let version = announce(&channel, upgrades, exports, Instant::now() + PREPARE_TIMEOUT)?;
+    let version = announce(&channel, upgrades, (exports, nodes), Instant::now() + PREPARE_TIMEOUT)?;
     let mut parked = park()?;
     let connections = parked.connections()?;
     let devices = parked.devices()?;
@@ -115,19 +114,20 @@ pub(crate) fn hand_over<P: Parked>(
 fn announce(
     channel: &Channel,
     upgrades: &Upgrades,
-    exports: Vec<ExportState>,
+    (exports, nodes): (Vec<ExportState>, &[(usize, u32)]),
     deadline: Instant,
 ) -> Result<String, ControlError> {
-    let Upgrades { listeners, control, ublk, .. } = upgrades;
+    let Upgrades { listeners, control, .. } = upgrades;
     let sockets = listeners.iter().chain(&control.unix).chain(&control.tcp);
     let sockets: Vec<_> = sockets.map(|(_, file)| file.as_fd()).collect();
     let begin = Begin {
-        protocol: PROTOCOL,
+        protocol: Begin::protocol_for(nodes),
         exports,
         listeners: listeners.iter().map(|(state, _)| state.clone()).collect(),
         control: control.unix.as_ref().map(|(state, _)| state.clone()),
         control_tcp: control.tcp.iter().map(|(state, _)| state.clone()).collect(),
-        ublk: *ublk,
+        ublk: nodes.iter().find(|(at, _)| *at == 0).map(|(_, id)| *id),
+        nodes: nodes.to_vec(),
     };
     channel.send(&begin, &[], &sockets, deadline).map_err(|error| lost(&error))?;
     receive(channel, deadline)

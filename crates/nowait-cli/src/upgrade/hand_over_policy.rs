@@ -135,7 +135,7 @@ impl<'a> HandOverPolicy<'a> {
     }
 
     /// Checks what is told at the beginning: the exports, the sockets of NBD, that of the control interface, and the
-    /// number of a block device.
+    /// numbers of block devices, each with the index of its export.
     ///
     /// # Errors
     /// One line that names what is not allowed.
@@ -144,12 +144,23 @@ impl<'a> HandOverPolicy<'a> {
         exports: &[ExportState],
         mut listeners: impl Iterator<Item = &'b ListenerState>,
         control: Option<&ListenerState>,
-        ublk: Option<u32>,
+        nodes: &[(usize, u32)],
     ) -> Result<(), CliError> {
         exports.iter().try_for_each(|state| self.check_export(state))?;
         listeners.try_for_each(|state| self.check_listener(state))?;
         control.map_or(Ok(()), |state| self.check_control(state))?;
-        require(ublk.is_none() || self.args.ublk.ublk.is_some(), "block device", &ublk)
+        self.check_nodes(exports, nodes)
+    }
+
+    /// Checks the block devices: each is that of an export that has one by the command line, with the number that this
+    /// gives, if it does.
+    fn check_nodes(&self, exports: &[ExportState], nodes: &[(usize, u32)]) -> Result<(), CliError> {
+        let mut given = self.args.nodes().map_err(CliError::new)?;
+        nodes.iter().try_for_each(|(at, id)| {
+            let number = exports.get(*at).and_then(|export| given.remove(&export.name));
+            let is_allowed = number.is_some_and(|number| number.is_none_or(|it| it == *id));
+            require(is_allowed, "block device", id)
+        })
     }
 
     fn check_control(&self, state: &ListenerState) -> Result<(), CliError> {
@@ -364,6 +375,30 @@ mod tests {
         ] {
             let state = ExportState { backing: vec![name.into()], ..added.clone() };
             assert_eq!(policy.check_export(&state).is_ok(), is_allowed, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_node_is_that_of_an_export_that_has_one_by_the_command_line() {
+        let directory = directory();
+        let options = "data=DIR/neighbour other=DIR/x --ublk=data=7 --ublk";
+        let args = args(&directory, options);
+        let policy = HandOverPolicy::of(&args, None).unwrap();
+        let named =
+            |name: &str| ExportState { name: name.into(), ..export(path(&directory, "disk")) };
+        let exports = ["", "data", "other", "added"].map(named);
+        for (nodes, is_allowed) in [
+            (&[][..], true),
+            (&[(0, 3)], true),
+            (&[(1, 7)], true),
+            (&[(0, 1 << 19), (1, 7)], true),
+            (&[(1, 8)], false),
+            (&[(2, 7)], false),
+            (&[(3, 3)], false),
+            (&[(4, 3)], false),
+            (&[(0, 3), (0, 4)], false),
+        ] {
+            assert_eq!(policy.check_nodes(&exports, nodes).is_ok(), is_allowed, "{nodes:?}");
         }
     }
 

@@ -15,7 +15,9 @@ use nowait_server::{Listener, SplitState, VmmSetup};
 use serde::{Deserialize, Serialize};
 
 /// The version of these messages.
-pub(crate) const PROTOCOL: u32 = 2;
+pub(crate) const PROTOCOL: u32 = 3;
+/// The version before, which knows no nodes but that of the first export.
+const ONE_NODE: u32 = 2;
 
 /// Old to new: what will be handed over. The listeners' files come with it, then the control socket's.
 #[derive(Debug, Serialize, Deserialize)]
@@ -31,6 +33,32 @@ pub(crate) struct Begin {
     pub(crate) control_tcp: Vec<ListenerState>,
     /// The number of the block device of this machine that the first export is.
     pub(crate) ublk: Option<u32>,
+    /// The numbers of all of them, each with the index of its export; none from a program that knows only the one.
+    #[serde(default)]
+    pub(crate) nodes: Vec<(usize, u32)>,
+}
+
+impl Begin {
+    /// The version in which a server with `nodes` is told of: the one before, as long as that says all.
+    pub(crate) fn protocol_for(nodes: &[(usize, u32)]) -> u32 {
+        match nodes {
+            [] | [(0, _)] => ONE_NODE,
+            _ => PROTOCOL,
+        }
+    }
+
+    /// Whether this program understands the message.
+    pub(crate) fn is_understood(&self) -> bool {
+        [ONE_NODE, PROTOCOL].contains(&self.protocol)
+    }
+
+    /// The numbers of the block devices of this machine, each with the index of its export.
+    pub(crate) fn nodes(&self) -> Vec<(usize, u32)> {
+        match self.nodes.is_empty() {
+            true => self.ublk.map(|id| (0, id)).into_iter().collect(),
+            false => self.nodes.clone(),
+        }
+    }
 }
 
 /// An export and its image.
@@ -184,3 +212,39 @@ pub(crate) enum Answer {
 /// Old to new: serve. The old program touches nothing any more.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Go;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a program of version `protocol` tells of its block devices by `ublk` and `nodes`.
+    fn told(protocol: u32, nodes: &str) -> Begin {
+        let text = format!(
+            r#"{{"protocol":{protocol},"exports":[],"listeners":[],"control":null,{nodes}}}"#
+        );
+        serde_json::from_str(&text).unwrap()
+    }
+
+    #[test]
+    fn the_node_of_the_first_export_is_told_in_the_version_before_and_others_in_this_one() {
+        for (nodes, protocol) in
+            [(&[][..], 2), (&[(0, 7)], 2), (&[(1, 7)], 3), (&[(0, 7), (1, 8)], 3)]
+        {
+            assert_eq!(Begin::protocol_for(nodes), protocol, "{nodes:?}");
+        }
+        let understood = [1, 2, 3, 4].map(|protocol| told(protocol, r#""ublk":7"#).is_understood());
+        assert_eq!(understood, [false, true, true, false]);
+    }
+
+    #[test]
+    fn both_versions_tell_of_nodes() {
+        for (text, nodes) in [
+            (r#""ublk":null"#, vec![]),
+            (r#""ublk":7"#, vec![(0, 7)]),
+            (r#""ublk":7,"nodes":[[0,7],[2,9]]"#, vec![(0, 7), (2, 9)]),
+            (r#""ublk":null,"nodes":[[1,9]]"#, vec![(1, 9)]),
+        ] {
+            assert_eq!(told(2, text).nodes(), nodes, "{text}");
+        }
+    }
+}

@@ -40,8 +40,8 @@ pub(crate) struct TakeOver {
     listeners: Vec<(ListenerState, OwnedFd)>,
     control: Option<(ListenerState, OwnedFd)>,
     control_tcp: Vec<(ListenerState, OwnedFd)>,
-    /// The number of the block device of this machine that the first export is.
-    pub(crate) ublk: Option<u32>,
+    /// The numbers of the block devices of this machine, each with the index of its export.
+    pub(crate) nodes: Vec<(usize, u32)>,
 }
 
 /// The state of the old program at the moment from which it changes nothing.
@@ -70,8 +70,9 @@ impl TakeOver {
         let channel = Channel::of_standard_input().map_err(|error| lost(&error))?;
         let Message { body, files, .. } =
             channel.receive::<Begin>(in_time(), Bounds::STATE).map_err(|error| lost(&error))?;
-        let Begin { protocol, exports, listeners, control, control_tcp, ublk } = body;
-        if protocol != PROTOCOL {
+        let (nodes, is_understood) = (body.nodes(), body.is_understood());
+        let Begin { protocol, exports, listeners, control, control_tcp, .. } = body;
+        if !is_understood {
             return Err(CliError::new(format!(
                 "the running program hands over by version {protocol}, this one takes over by {PROTOCOL} (restart \
                  it instead)"
@@ -85,7 +86,7 @@ impl TakeOver {
         let listeners = listeners.into_iter().map(&mut with_file).collect::<Result<_, _>>()?;
         let control = control.map(&mut with_file).transpose()?;
         let control_tcp = control_tcp.into_iter().map(&mut with_file).collect::<Result<_, _>>()?;
-        Ok(Some(Self { channel, exports, listeners, control, control_tcp, ublk }))
+        Ok(Some(Self { channel, exports, listeners, control, control_tcp, nodes }))
     }
 
     /// The sockets that listen, with their addresses, and the directories to be removed with them.
@@ -119,7 +120,7 @@ impl TakeOver {
     pub(crate) fn wait(&self, policy: &HandOverPolicy<'_>) -> Result<Parked, CliError> {
         let listeners = self.listeners.iter().map(|(state, _)| state);
         let control = self.control.as_ref().map(|(state, _)| state);
-        policy.check(&self.exports, listeners, control, self.ublk)?;
+        policy.check(&self.exports, listeners, control, &self.nodes)?;
         self.agree()?;
         let message = self.channel.receive::<Drained>(in_time(), Bounds::STATE);
         let message = message.map_err(|error| lost(&error))?;

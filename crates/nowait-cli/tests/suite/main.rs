@@ -80,6 +80,7 @@ mod storage_faults;
 mod tls;
 mod tls_words;
 mod ublk;
+mod ublk_exports;
 mod ublk_pauses;
 mod ublk_takeover;
 mod upgrade;

@@ -79,7 +79,7 @@ impl Shared {
             return failed(libc::ECANCELED);
         }
         for export in exports {
-            if export.live_ublk().is_some_and(|device| !device.can_pause()) {
+            if export.ublk_with_node().is_some_and(|device| !device.can_pause()) {
                 return failed(libc::EOPNOTSUPP);
             }
             if !export.begin_pause() {
@@ -97,7 +97,7 @@ impl Shared {
     /// Waits until nothing of `exports`, which leave what they have, is in flight any more. All were
     /// told before the first one is waited for.
     fn wait_paused(&self, exports: &[Arc<RegisteredExport>], deadline: Instant) -> bool {
-        let nodes = || exports.iter().filter_map(|export| export.live_ublk());
+        let nodes = || exports.iter().filter_map(|export| export.ublk_with_node());
         nodes().for_each(|device| device.pause(|| self.wake_threads()));
         let controls: Vec<_> = exports.iter().flat_map(|export| export.controls()).collect();
         suspend_all(&controls, deadline)
@@ -109,7 +109,7 @@ impl Shared {
     fn resume(self: &Arc<Self>, export: &Arc<RegisteredExport>) {
         let Waiting { connections, listeners } = export.end_pause();
         self.review_exports();
-        if let Some(device) = export.live_ublk()
+        if let Some(device) = export.ublk_with_node()
             && let Err(error) = self.serve_again(export, device)
         {
             device.lose(&error);
@@ -263,14 +263,14 @@ impl Drop for PausedServer {
         }
         for export in std::mem::take(&mut self.exports) {
             let shared = self.shared.clone();
-            if export.live_ublk().is_none() || export.wait_unused(Duration::ZERO) {
+            if export.ublk_with_node().is_none() || export.wait_unused(Duration::ZERO) {
                 shared.resume(&export);
                 continue;
             }
             // Its queues have to leave before they can begin again.
             let resume = move || {
                 while !export.wait_unused(STOP_INTERVAL) && !shared.is_stopping() {}
-                if let Some(device) = export.live_ublk() {
+                if let Some(device) = export.ublk_with_node() {
                     device.give_back(Instant::now() + RESUME_TIMEOUT);
                 }
                 shared.resume(&export);

@@ -13,6 +13,7 @@ use crate::export::Export;
 use crate::nbd::handshake::{Handshake, TlsState};
 use crate::nbd::wire;
 use crate::threads::*;
+use crate::ublk::ublk_device::UblkDevice;
 
 /// An export called `name` of `file`.
 fn export(name: &str, file: &NamedTempFile) -> AnyExport {
@@ -107,6 +108,30 @@ fn a_name_leads_to_the_first_export_that_has_it_and_is_free_once_that_is_removed
     assert_eq!(found(), None);
     let (again, _) = registry.add(named()).unwrap();
     assert_eq!((found(), again), (Some(ExportId(3)), ExportId(3)));
+}
+
+#[test]
+fn an_export_that_is_a_block_device_is_removed_only_once_its_node_is_gone() {
+    let (first, second) = (file(), file());
+    let opened = std::fs::File::open(second.path()).unwrap();
+    let device = Arc::new(UblkDevice::simulated(opened.into(), (1, 4096), 0));
+    let node = export("node", &second).at_ublk(device.clone());
+    let (shared, _events) = serving(vec![export("", &first), node], 1);
+    let exports = crate::exports::Exports(shared);
+    let id = exports.find("node").unwrap();
+    for removed in [
+        exports.remove(id, Duration::ZERO),
+        exports.remove_unused(id, Duration::ZERO),
+        exports.remove_by_force(id, Duration::ZERO),
+    ] {
+        assert_eq!(removed.unwrap_err().errno(), libc::EBUSY);
+    }
+    assert_eq!(exports.find("node"), Some(id));
+    // Another program has stopped the device.
+    device.queue_begins();
+    assert!(device.queue_ends());
+    exports.remove(id, Duration::ZERO).unwrap();
+    assert_eq!(exports.find("node"), None);
 }
 
 #[test]

@@ -187,7 +187,8 @@ impl UblkDevice {
     }
 
     /// Whether the node is there, or waits for a server.
-    pub(crate) fn has_node(&self) -> bool {
+    #[must_use]
+    pub fn has_node(&self) -> bool {
         self.has_node.load(Ordering::Acquire)
     }
 
