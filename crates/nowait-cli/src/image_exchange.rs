@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use tracing::{error, info, warn};
 
 use crate::export_spec::NamedExport;
-use crate::open_disk::OpenedDisk;
+use crate::open_disk::{OpenedDisk, check_blocks};
 use crate::served_disks::{ServedDisk, ServedDisks};
 
 /// How long requests in flight may take to end.
@@ -114,6 +114,8 @@ impl ImageExchange<'_> {
         if size == current {
             return Ok(());
         }
+        let block_size = self.with(|served| served.disk.block_size)?;
+        check_blocks(block_size, size).map_err(conflict)?;
         if !options.writable {
             return Err(conflict("it is read-only"));
         }
@@ -219,7 +221,7 @@ fn reopened(
     let opened = OpenedDisk::open(named, options.clone(), description).map_err(conflict)?;
     // Its locks are held by now; an image that is opened later takes its own.
     let options = ChainOptions { handed_over: HandedOver::default(), ..opened.options };
-    Ok(OpenedDisk { options, ..opened })
+    Ok(OpenedDisk { options, block_size: disk.block_size, ..opened })
 }
 
 /// Copies of the descriptors that hold the locks of `image`.

@@ -10,7 +10,7 @@ use std::{fs, io, iter};
 use crate::error::{CliError, os_message};
 use nowait_image::{ChainOptions, Image, ImageError};
 use nowait_remote::{Location, RbdStorage, RemoteOptions};
-use nowait_server::{AnyExport, ExportOptions};
+use nowait_server::{AnyExport, BlockSize, ExportOptions};
 use rustix::io::Errno;
 use tracing::warn;
 
@@ -30,6 +30,8 @@ pub(crate) struct OpenedDisk {
     /// What clients are told; the name of the file, not its directory, if there is nothing.
     pub(crate) description: Option<String>,
     pub(crate) identity: ImageIdentity,
+    /// The blocks of its clients, if these are given.
+    pub(crate) block_size: Option<BlockSize>,
 }
 
 /// By which it can be told whether two images are one.
@@ -61,7 +63,8 @@ impl OpenedDisk {
         let place = Location::parse(&image.into()).map(|location| location.short_name());
         let description = self.description.clone().or(place.ok()).unwrap_or_default();
         let when_a_flush_fails = Some(systemd::notify_failed_flush as fn());
-        let options = ExportOptions { name, description, when_a_flush_fails };
+        let block_size = self.block_size;
+        let options = ExportOptions { name, description, when_a_flush_fails, block_size };
         AnyExport::of_image(&self.image, options)
     }
 
@@ -78,18 +81,21 @@ impl OpenedDisk {
         Self::of(named, image, options, description)
     }
 
-    /// As [`OpenedDisk::open`], but the image may also be a URI.
+    /// As [`OpenedDisk::open`], but the image may also be a URI, and has the blocks that are `common` to all.
     pub(crate) fn open_anywhere(
         named: NamedExport,
         options: ChainOptions,
         description: Option<String>,
-        remote: &RemoteOptions,
+        common: &Common,
     ) -> Result<Self, CliError> {
         let location = Location::parse(&named.image.clone().into());
         let location = location.map_err(|error| CliError::at(&named.image, error))?;
-        let open = || nowait_remote::open(&location, &options, remote);
+        let open = || nowait_remote::open(&location, &options, &common.remote);
         let image = waiting::on([&location], open);
-        Self::of(named, image, options, description)
+        let opened = Self::of(named, image, options, description)?;
+        check_blocks(common.block_size, opened.image.size())
+            .map_err(|why| CliError::at(&opened.named.image, why))?;
+        Ok(Self { block_size: common.block_size, ..opened })
     }
 
     fn of(
@@ -101,7 +107,7 @@ impl OpenedDisk {
         let image = image.map_err(|error| failed(&options, &named.image, &error))?;
         image.warnings().iter().for_each(|warning| warn!("{warning}"));
         let identity = ImageIdentity::of(&named.image);
-        Ok(Self { named, image, options, description, identity })
+        Ok(Self { named, image, options, description, identity, block_size: None })
     }
 
     /// Flushes the image. With `ended`, which requires that no request is in flight, unused space
@@ -109,6 +115,19 @@ impl OpenedDisk {
     pub(crate) fn close(self, ended: bool) -> Result<(), CliError> {
         let flushed = if ended { self.image.close() } else { self.image.flush() };
         flushed.map_err(|error| CliError::at(&self.named.image, error))
+    }
+}
+
+/// Checks that an image of `size` bytes has whole blocks.
+///
+/// # Errors
+/// Why not, for a line with the name of the image.
+pub(crate) fn check_blocks(block_size: Option<BlockSize>, size: u64) -> Result<(), String> {
+    match block_size.map(|size| size.bytes()) {
+        Some(block) if !size.is_multiple_of(block.into()) => {
+            Err(format!("its {size} bytes are not a multiple of --block-size {block}"))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -132,7 +151,7 @@ pub(crate) fn open_all(
     let all: Vec<_> = exports.into_iter().zip(descriptions).collect();
     parallel_map::try_map(all, OPENING_THREADS, |(named, description)| {
         let options = common.options.clone();
-        OpenedDisk::open_anywhere(named, options, description, &common.remote)
+        OpenedDisk::open_anywhere(named, options, description, common)
     })
 }
 
@@ -140,6 +159,7 @@ pub(crate) fn open_all(
 pub(crate) struct Common {
     pub(crate) options: ChainOptions,
     pub(crate) remote: RemoteOptions,
+    pub(crate) block_size: Option<BlockSize>,
 }
 
 /// How the images of `args` are opened, with the storages that they may stand on.
@@ -159,7 +179,8 @@ pub(crate) fn common(args: &ServeArgs) -> Result<Common, CliError> {
             RbdStorage::load_library().map_err(CliError::new)?;
         }
     }
-    Ok(Common { options: ChainOptions { backing_storages, ..chain_options(args) }, remote })
+    let options = ChainOptions { backing_storages, ..chain_options(args) };
+    Ok(Common { options, remote, block_size: args.block_size })
 }
 
 /// How the images of `args` are opened.

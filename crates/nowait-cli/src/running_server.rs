@@ -373,7 +373,7 @@ impl ControlledServer for RunningServer {
         options.backing_dirs.extend(allowed.directories.iter().cloned());
         options.backing_storages = self.storages_below(&backing)?;
         let mut places = (self.additions.places)(&named);
-        let disk = OpenedDisk::open_anywhere(named, options, description, &common.remote)
+        let disk = OpenedDisk::open_anywhere(named, options, description, common)
             .map_err(|error| refused_image(&error))?;
         let (listeners, sockets) = self.listen(frontends)?;
         places.extend(sockets);

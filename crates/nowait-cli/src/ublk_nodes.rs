@@ -108,8 +108,8 @@ fn open(
 ) -> Result<UblkNode, CliError> {
     let image = &opened.named.image;
     let image_ids = if is_handed_over { Vec::new() } else { image_ids(opened)? };
-    let (queues, zero_copy) = (args.threads(), args.zero_copy());
-    let options = UblkOptions { id, queues, image_ids, zero_copy };
+    let (queues, block_size, zero_copy) = (args.threads(), args.block_size, args.zero_copy());
+    let options = UblkOptions { id, queues, image_ids, block_size, zero_copy };
     let node =
         UblkNode::open(&opened.image, options).map_err(|error| CliError::at(image, error))?;
     let (node_bytes, image_bytes) = (node.device().size(), opened.image.size());

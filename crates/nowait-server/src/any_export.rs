@@ -30,7 +30,8 @@ impl AnyExport {
     /// The export of an open image, which has to stay open until the server has stopped.
     #[must_use]
     pub fn of_image(image: &Image, options: ExportOptions) -> Self {
-        let export = Export::new(image.device(), options.name, options.description);
+        let export = Export::new(image.device(), options.name, options.description)
+            .with_block_size(options.block_size);
         Self::new(match options.when_a_flush_fails {
             Some(callback) => export.when_a_flush_fails(callback),
             None => export,

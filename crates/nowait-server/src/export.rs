@@ -13,6 +13,7 @@ use nowait::{
     Request,
 };
 
+use crate::block_size::BlockSize;
 use crate::fault_log::{ExportLabel, Faults};
 use crate::injected_bug::{ServerBug, injected};
 
@@ -40,6 +41,8 @@ pub struct Export {
     name: String,
     description: String,
     faults: Faults,
+    /// The smallest request, if not every one is taken.
+    block_size: Option<BlockSize>,
     /// Changes are refused although the image could be written to.
     write_protected: AtomicBool,
 }
@@ -49,7 +52,13 @@ impl Export {
     #[must_use]
     pub fn new(disk: Arc<BlockDevice<dyn BlockMap>>, name: String, description: String) -> Self {
         let (faults, write_protected) = (Faults::default(), AtomicBool::new(false));
-        Self { disk, name, description, faults, write_protected }
+        Self { disk, name, description, faults, block_size: None, write_protected }
+    }
+
+    /// This export, but one whose clients read and write whole blocks of `block_size` only, if it is given.
+    #[must_use]
+    pub fn with_block_size(self, block_size: Option<BlockSize>) -> Self {
+        Self { block_size, ..self }
     }
 
     /// This export, but one that calls `callback` when a flush has failed after which every later one
@@ -128,6 +137,28 @@ impl Export {
 
     pub(crate) fn description(&self) -> &str {
         &self.description
+    }
+
+    /// The blocks of its clients, if these are given.
+    pub(crate) fn block_size(&self) -> Option<BlockSize> {
+        self.block_size
+    }
+
+    /// Bytes of the smallest request, a power of two; 1 if every one is taken.
+    #[inline]
+    pub(crate) fn smallest_block(&self) -> u64 {
+        self.block_size.map_or(1, |size| u64::from(size.bytes()))
+    }
+
+    /// Whether a request for `range` begins and ends with a block.
+    #[inline]
+    pub(crate) fn is_whole_blocks(&self, range: ByteRange) -> bool {
+        (range.pos | range.len) & (self.smallest_block() - 1) == 0
+    }
+
+    /// The whole blocks in `size` bytes, in bytes.
+    pub(crate) fn whole_blocks(&self, size: u64) -> u64 {
+        size & !(self.smallest_block() - 1)
     }
 
     /// The range of a request, or the errno that refuses it as a whole (C02, C25): `EPERM` for a

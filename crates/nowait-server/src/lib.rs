@@ -14,6 +14,7 @@ mod latency;
 mod slow_requests;
 mod rate_limit;
 mod statistics;
+mod block_size;
 mod export;
 mod shared_export;
 mod bulk_queues;
@@ -42,6 +43,7 @@ mod exports;
 mod server;
 
 pub use any_export::AnyExport;
+pub use block_size::BlockSize;
 pub use export::{Export, ExportId};
 pub use exports::{ExportChanges, ExportStatus, Exports};
 pub use latency::Latencies;

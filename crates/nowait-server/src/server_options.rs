@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use nowait::{Config, QueueKind};
 
+use crate::block_size::BlockSize;
 use crate::nbd::tls_config::Tls;
 
 /// The options of a server.
@@ -66,12 +67,15 @@ pub struct ExportOptions {
     /// Called once, when a flush has failed after which every later one fails, too. It runs on a
     /// serving thread and must not block.
     pub when_a_flush_fails: Option<fn()>,
+    /// The smallest request of its clients; without it NBD has none, and other frontends have sectors of
+    /// 512 bytes, or those of a block device. The size of the image is a multiple of it.
+    pub block_size: Option<BlockSize>,
 }
 
 impl Default for ExportOptions {
     /// The default export, without a description.
     fn default() -> Self {
         let (name, description) = (String::new(), String::new());
-        Self { name, description, when_a_flush_fails: None }
+        Self { name, description, when_a_flush_fails: None, block_size: None }
     }
 }

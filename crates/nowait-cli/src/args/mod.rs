@@ -32,6 +32,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use crate::bench_args::BenchArgs;
 use crate::export_spec;
 use crate::export_spec::{ExportArg, NamedExport};
+use crate::size;
 use address_args::AddressArgs;
 use change_args::{CommitArgs, CreateArgs, ResizeArgs};
 use control_args::{ConnectionsArgs, ExportCommand, ServeControlArgs, StatusArgs};
@@ -42,6 +43,7 @@ use info_args::InfoArgs;
 use lifetime_args::LifetimeArgs;
 use message_args::MessageArgs;
 use nowait_remote::Location;
+use nowait_server::BlockSize;
 use remote_args::RemoteArgs;
 use sandbox_args::SandboxArgs;
 use setup_args::{CompletionsArgs, ManArgs};
@@ -251,6 +253,15 @@ pub(crate) struct ServeArgs {
     #[arg(help_heading = "Exports", short, long)]
     pub(crate) read_only: bool,
 
+    /// The bytes that clients read and write as a whole: 512 or 4096 (4K)
+    ///
+    /// NBD tells it as the smallest block and refuses other requests (EINVAL); a disk of a virtual machine
+    /// and a ublk node have it as their logical block. IMAGE has to be a multiple of it. Without it NBD takes
+    /// requests of any position and length, and the others have 512, or what a block device has. A node that
+    /// waits for a server keeps what it has.
+    #[arg(help_heading = "Exports", long, value_name = "BYTES", value_parser = parse_block_size)]
+    pub(crate) block_size: Option<BlockSize>,
+
     /// Whether IMAGE is read and written past the page cache
     #[arg(help_heading = "Speed", long, value_name = "WHEN", value_enum, default_value_t = Direct::Auto)]
     pub(crate) direct: Direct,
@@ -326,6 +337,14 @@ pub(crate) struct ServeArgs {
     /// What a server does anyway, for qemu-nbd's sake: it tells which image of a chain has what
     #[arg(short = 'A', long, hide = true)]
     allocation_depth: bool,
+}
+
+/// The blocks of the frontends.
+///
+/// # Errors
+/// A message with the possible values.
+fn parse_block_size(text: &str) -> Result<BlockSize, String> {
+    BlockSize::of(size::parse(text)?).ok_or_else(|| "a block has 512 or 4096 bytes".into())
 }
 
 impl ServeArgs {

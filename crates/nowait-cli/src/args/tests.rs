@@ -103,6 +103,25 @@ fn ublk_is_given_once_for_each_image() {
 }
 
 #[test]
+fn a_block_has_512_or_4096_bytes() {
+    let block = |given: &str| {
+        let parsed = parse(&format!("nowait serve a --block-size {given}"));
+        parsed.map(|command| match command {
+            Command::Serve(args) => args.block_size.map(BlockSize::bytes),
+            other => panic!("{other:?}"),
+        })
+    };
+    for (given, bytes) in [("512", 512), ("4096", 4096), ("4K", 4096), ("4k", 4096), ("512b", 512)]
+    {
+        assert_eq!(block(given).unwrap(), Some(bytes), "{given}");
+    }
+    for given in ["0", "1", "511", "1024", "8K", "4096.5", "4M", "x"] {
+        assert_eq!(block(given).unwrap_err().exit_code(), 2, "{given}");
+    }
+    assert_eq!(serve("nowait serve a").block_size, None);
+}
+
+#[test]
 fn without_queues_there_is_at_least_one() {
     assert!((1..=MOST_BY_DEFAULT).contains(&serve("nowait serve").threads()));
     assert_eq!(serve("nowait serve --threads 9").threads(), 9);

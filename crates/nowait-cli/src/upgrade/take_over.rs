@@ -186,7 +186,7 @@ impl TakeOver {
         }
         parallel_map::try_map(to_open, OPENING_THREADS, |(state, options)| {
             let (named, description) = (state.named(), state.description.clone());
-            let opened = OpenedDisk::open_anywhere(named, options, description, &common.remote)?;
+            let opened = OpenedDisk::open_anywhere(named, options, description, common)?;
             policy.check_opened(state, &opened.image)?;
             Ok(opened)
         })

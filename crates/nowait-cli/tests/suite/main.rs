@@ -11,6 +11,7 @@ mod backing_names;
 mod bench_copy;
 mod bench_devices;
 mod block_devices;
+mod block_size;
 mod booted_systemd;
 mod ceph;
 mod ceph_faults;

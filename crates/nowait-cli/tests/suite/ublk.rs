@@ -222,6 +222,30 @@ echo "guest: the device has blocks of $(cat /sys/block/ublkb4/queue/logical_bloc
 end_server TERM
 "#;
 
+/// Nodes with blocks that were asked for, and which they keep at the next server.
+const BLOCK_SIZES: &str = r#"
+load ublk_drv; load configfs; load null_blk nr_devices=1 gb=1 bs=4096 memory_backed=1
+truncate -s 1M /data/disk; truncate -s 1048064 /data/odd
+blocks() { cat /sys/block/ublkb$1/queue/logical_block_size; }
+for size in 512 4K; do
+    serve /data/disk --direct off --ublk=6 --block-size $size
+    echo "guest: $size: blocks of $(blocks 6), $(blockdev --getsz /dev/ublkb6) sectors"
+    end_server KILL
+    for other in '' '--block-size 512' '--block-size 4096'; do
+        for try in $(seq 100); do /test/nowait ublk list | grep -q waiting && break; sleep 0.1; done
+        serve /data/disk --direct off --ublk=6 $other
+        echo "guest: $size: then $other blocks of $(blocks 6)"
+        end_server KILL
+    done
+    for try in $(seq 100); do /test/nowait ublk list | grep -q waiting && break; sleep 0.1; done
+    /test/nowait ublk stop 6
+done
+/test/nowait serve /data/odd --direct off --ublk=6 --block-size 4096; echo "guest: odd $?"
+serve /dev/nullb0 --ublk=7 --block-size 512
+echo "guest: device: blocks of $(blocks 7)"
+end_server TERM; echo "guest: ended $status"
+"#;
+
 /// XFS on a node, and a file on it that fio writes and verifies, with a server that is killed meanwhile.
 const XFS: &str = r#"
 load ublk_drv; load xfs
@@ -436,6 +460,28 @@ fn a_node_has_blocks_of_512_bytes_and_the_end_of_its_image_whatever_the_file_sys
     }
     assert_said(&console, &["guest: the device has blocks of 4096"]);
     assert!(!console.contains("guest: I/O error"), "{console}");
+}
+
+#[test]
+fn a_node_has_the_blocks_that_were_asked_for_and_keeps_them_at_the_next_server() {
+    let Some(scene) = Scene::new(Kernel::V7_3) else { return };
+    let console = scene.run(BLOCK_SIZES);
+    for (size, bytes) in [("512", 512), ("4K", 4096)] {
+        let line = format!("guest: {size}: blocks of {bytes}, 2048 sectors");
+        let others = ["", "--block-size 512", "--block-size 4096"];
+        let kept = others.map(|other| format!("guest: {size}: then {other} blocks of {bytes}"));
+        let lines: Vec<&str> = kept.iter().chain([&line]).map(String::as_str).collect();
+        assert_said(&console, &lines);
+    }
+    assert_said(
+        &console,
+        &[
+            "/data/odd: its 1048064 bytes are not a multiple of --block-size 4096",
+            "guest: odd 66",
+            "guest: device: blocks of 512",
+            "guest: ended 0",
+        ],
+    );
 }
 
 #[test]

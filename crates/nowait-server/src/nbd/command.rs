@@ -13,8 +13,6 @@ use crate::nbd::wire::{MAX_STRING_BYTES, ReplyMode, RequestHeader};
 /// The longest payload of a request, in bytes; advertised in the handshake (NBD proto.md, "Block
 /// size constraints").
 pub(crate) const MAX_PAYLOAD_BYTES: u32 = 32 << 20;
-/// Offsets and lengths may be any number of bytes.
-const MIN_BLOCK_BYTES: u32 = 1;
 /// The smallest preferred block size.
 const PREFERRED_BLOCK_BYTES: u32 = 4096;
 /// Every command may carry FUA.
@@ -44,11 +42,11 @@ pub(crate) fn export_info(id: ExportId, export: &Export) -> ExportInfo {
         name: export.name().to_owned(),
         description: as_string(export.description()),
         // If the refresh fails, the device may be gone: then its requests fail.
-        size: disk.refresh().unwrap_or(disk.size()),
+        size: export.whole_blocks(disk.refresh().unwrap_or(disk.size())),
         transmission_flags: flags,
         // On a disk without a backing image everything is at depth 1.
         contexts: Contexts::NONE.with(Context::BaseAllocation).with(Context::AllocationDepth),
-        min_block: MIN_BLOCK_BYTES,
+        min_block: export.smallest_block() as u32,
         preferred_block: disk.alignment().offset.clamp(PREFERRED_BLOCK_BYTES, 1 << 20),
         max_payload: MAX_PAYLOAD_BYTES,
     }
@@ -121,6 +119,9 @@ pub(crate) fn translate(
         Ok(range) => range,
         Err(errno) => return Command::Error(errno),
     };
+    if !export.is_whole_blocks(range) {
+        return Command::Error(libc::EINVAL);
+    }
     if matches!(op, Op::Read | Op::Write) && header.length > u64::from(MAX_PAYLOAD_BYTES) {
         return Command::Error(too_long(op, transmission.mode));
     }
@@ -152,6 +153,7 @@ fn cache(export: &Export, header: &RequestHeader) -> Command {
         return Command::Error(libc::EINVAL);
     }
     match export.range(Op::Read, header.offset, header.length) {
+        Ok(range) if !export.is_whole_blocks(range) => Command::Error(libc::EINVAL),
         Ok(_) => Command::NoOp,
         Err(errno) => Command::Error(errno),
     }
@@ -182,6 +184,7 @@ mod tests {
     use nowait::{BlockDevice, OpenOptions};
 
     use super::*;
+    use crate::block_size::BlockSize;
 
     fn export(description: &str) -> Export {
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -210,6 +213,49 @@ mod tests {
         }
         for flags in [0, wire::CMD_FLAG_FUA] {
             assert_eq!(io_of(&export, wire::CMD_FLUSH, flags).op, Op::Flush);
+        }
+    }
+
+    #[test]
+    fn requests_are_for_whole_blocks_if_there_is_a_smallest_one() {
+        let commands = [
+            wire::CMD_READ,
+            wire::CMD_WRITE,
+            wire::CMD_TRIM,
+            wire::CMD_WRITE_ZEROES,
+            wire::CMD_CACHE,
+            wire::CMD_BLOCK_STATUS,
+        ];
+        let transmission = TransmissionMode {
+            contexts: Contexts::NONE.with(Context::BaseAllocation),
+            ..TransmissionMode::default()
+        };
+        for (block, info, aligned) in [
+            (None, (1, 4096), [true, true, true, true]),
+            (Some(BlockSize::Sector), (512, 4096), [true, true, false, false]),
+            (Some(BlockSize::Page), (4096, 4096), [true, false, false, false]),
+        ] {
+            let export = export("").with_block_size(block);
+            let told = export_info(ExportId(0), &export);
+            assert_eq!(
+                (told.min_block, told.preferred_block, told.size),
+                (info.0, info.1, 1 << 20)
+            );
+            for command in commands {
+                let ranges = [(4096, 8192), (512, 512), (4096, 511), (1, 4096)];
+                let taken = ranges.map(|(offset, length)| {
+                    let header = RequestHeader { flags: 0, command, cookie: 1, offset, length };
+                    match translate(&export, transmission, &header) {
+                        Command::Io(_) | Command::NoOp => true,
+                        Command::Error(errno) => {
+                            assert_eq!(errno, libc::EINVAL);
+                            false
+                        }
+                        Command::Disconnect => panic!("{command}"),
+                    }
+                });
+                assert_eq!(taken, aligned, "{block:?} {command}");
+            }
         }
     }
 

@@ -1,7 +1,7 @@
 //! The properties of a block device that the driver is told, and an image's as such.
 //!
-//! Invariant: sectors are 512 bytes, as in the kernel, and so are the blocks of a node, unless the image is a block device
-//! with larger ones: a partition table is found only with the blocks that it was made for. The last sector of a node may
+//! Invariant: sectors are 512 bytes, as in the kernel, and so are the blocks of a node, unless others are asked for or the
+//! image is a block device with larger ones: a partition table is found only with the blocks that it was made for. The last sector of a node may
 //! reach past the image's end.
 
 use nowait::{BlockDevice, BlockMap};
@@ -9,6 +9,7 @@ use nowait_image::{Format, Image};
 
 use rustix::fs::{FileType, fstat};
 
+use crate::block_size::BlockSize;
 use crate::export::sectors_of;
 use crate::ublk::ublk_cmd::field;
 
@@ -53,14 +54,15 @@ impl Parameters {
     /// Bytes of `struct ublk_params` up to the end of its discard parameters.
     pub(crate) const BYTES: usize = 64;
 
-    /// Those of `image`, for requests of at most `max_io_bytes`.
-    pub(crate) fn of(image: &Image, max_io_bytes: u32) -> Self {
+    /// Those of `image`, for requests of at most `max_io_bytes`; with blocks of `block_size` if that is given.
+    pub(crate) fn of(image: &Image, block_size: Option<BlockSize>, max_io_bytes: u32) -> Self {
         let (device, sector) = (image.device(), 1 << SECTOR_SHIFT);
-        let block = match image.format() == Format::Raw && is_block_device(&device) {
+        let own = match image.format() == Format::Raw && is_block_device(&device) {
             true => device.alignment().offset.clamp(sector, MAX_BLOCK_BYTES),
             // Direct I/O may need more of a file, as of one that shares its blocks with another.
             false => sector,
         };
+        let block = block_size.map_or(own, BlockSize::bytes);
         Self {
             size: Self::whole_blocks(device.size(), block),
             block,
@@ -104,14 +106,15 @@ impl Parameters {
     }
 
     /// Whether a node with the parameters `bytes` looks the same to its users, or only smaller if it
-    /// `can_grow`. One with larger blocks was made so by an earlier version, which left out what is in no whole block.
+    /// `can_grow`. It keeps the blocks with which it was made, of which an earlier version made larger ones that left out
+    /// what is in no whole block.
     pub(crate) fn fits(self, bytes: &[u8; Self::BYTES], can_grow: bool) -> bool {
         let read_only = u32::from_ne_bytes(field(bytes, 8)) & READ_ONLY != 0;
         let (before, block) = (sectors_in(bytes), block_in(bytes));
         let now = Self::whole_blocks(self.size, block) >> SECTOR_SHIFT;
         read_only == self.read_only
             && (before == now || can_grow && before < now)
-            && (self.block..=MAX_BLOCK_BYTES).contains(&block)
+            && (1 << SECTOR_SHIFT..=MAX_BLOCK_BYTES).contains(&block)
     }
 }
 
@@ -155,7 +158,13 @@ mod tests {
         let of_earlier_version = Parameters { size: 5 << 20, block: 4096, ..parameters };
         let padded = Parameters { size: (5 << 20) + 512, ..parameters };
         assert!(padded.fits(&of_earlier_version.to_bytes(), false));
-        assert!(!of_earlier_version.fits(&bytes, true), "a device with larger blocks");
+        let with_pages = Parameters { block: 4096, ..parameters };
+        assert!(with_pages.fits(&bytes, false), "it keeps its blocks");
+        for shift in [8, 13] {
+            let mut other = bytes;
+            other[12] = shift;
+            assert!(!parameters.fits(&other, true), "{shift}");
+        }
     }
 
     #[test]

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use nowait_image::Image;
 
+use crate::block_size::BlockSize;
 use crate::ublk::control_commands::delete_device;
 use crate::ublk::control_ring::{ControlRing, character_device, node};
 use crate::ublk::device_parameters::{Parameters, block_in};
@@ -43,6 +44,9 @@ pub struct UblkOptions {
     /// one with which it was made, or one above it, as after a snapshot. None if the server before this
     /// one has told of the node.
     pub image_ids: Vec<u64>,
+    /// The bytes of its blocks; without it those of a block device, else 512. A node that is taken over
+    /// stays as it was made.
+    pub block_size: Option<BlockSize>,
     /// Whether data may go without a copy, where the driver and the image can. A node that is taken
     /// over stays as it was made.
     pub zero_copy: bool,
@@ -148,11 +152,12 @@ pub(crate) fn recovered(
 ) -> Result<(DeviceInfo, u32), UblkError> {
     let (node, id) = (node(info.id), info.id);
     let by_path = info.features & F_UNPRIVILEGED_DEV != 0;
-    let mut bytes = Parameters::of(image, info.max_io_bytes).to_bytes();
+    let parameters = Parameters::of(image, options.block_size, info.max_io_bytes);
+    let mut bytes = parameters.to_bytes();
     let asked = control.command(ControlOp::GET_PARAMS, id, 0, by_path, &mut bytes);
     asked.map_err(|errno| UblkError::os(&node, errno))?;
     let can_grow = info.features & F_UPDATE_SIZE != 0;
-    let fits = Parameters::of(image, info.max_io_bytes).fits(&bytes, can_grow);
+    let fits = parameters.fits(&bytes, can_grow);
     let UblkOptions { image_ids, .. } = options;
     if !(image_ids.is_empty() || image_ids.contains(&info.server_data)) || !fits {
         return Err(UblkError::new(format!(

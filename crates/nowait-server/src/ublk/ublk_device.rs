@@ -75,7 +75,7 @@ impl UblkNode {
                 (added(&mut control, features, &options)?, None, false)
             }
         };
-        let parameters = Parameters::of(image, info.max_io_bytes);
+        let parameters = Parameters::of(image, options.block_size, info.max_io_bytes);
         let block = block.unwrap_or(parameters.block);
         let size = Parameters::whole_blocks(parameters.size, block);
         let parameters = Parameters { size, block, ..parameters };

@@ -10,6 +10,7 @@ use virtio_bindings::virtio_blk::{
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
+use crate::block_size::BlockSize;
 use crate::export::{Export, SECTOR_BYTES, sectors_of};
 
 /// The most queues of a device.
@@ -42,6 +43,8 @@ pub(crate) struct BlockProperties {
     pub(crate) read_only: bool,
     /// Storage can be deallocated.
     pub(crate) discards: bool,
+    /// Bytes of the smallest request, 512 at least.
+    pub(crate) logical: u32,
     /// Bytes of a block that is read or written without the rest of it being read, a power of two.
     pub(crate) block: u32,
 }
@@ -52,9 +55,10 @@ impl BlockProperties {
         let disk = export.disk();
         Self {
             // If the refresh fails, the device may be gone: then its requests fail.
-            size: disk.refresh().unwrap_or(disk.size()),
+            size: export.whole_blocks(disk.refresh().unwrap_or(disk.size())),
             read_only: export.is_read_only(),
             discards: disk.supports_punch_hole(),
+            logical: export.block_size().unwrap_or(BlockSize::Sector).bytes(),
             block: disk.alignment().offset.clamp(4096, 1 << 20),
         }
     }
@@ -134,16 +138,17 @@ pub(crate) fn config(properties: BlockProperties, wce: bool) -> [u8; CONFIG_BYTE
             place.copy_from_slice(field);
         }
     };
-    let physical = properties.block.max(SECTOR_BYTES as u32);
+    let logical = properties.logical;
+    let physical = properties.block.max(logical);
     put(0, &sectors_of(properties.size).to_le_bytes());
     put(8, &SEGMENT_BYTES.to_le_bytes());
     put(12, &SEGMENTS.to_le_bytes());
     // 16: geometry, which is not offered.
-    put(20, &(SECTOR_BYTES as u32).to_le_bytes());
+    put(20, &logical.to_le_bytes());
     // Topology: log2 of the logical blocks in a physical one, offset 0, and in logical blocks the
     // smallest good request and the best one.
-    put(24, &[(physical / SECTOR_BYTES as u32).ilog2() as u8, 0]);
-    put(26, &((physical / SECTOR_BYTES as u32) as u16).to_le_bytes());
+    put(24, &[(physical / logical).ilog2() as u8, 0]);
+    put(26, &((physical / logical) as u16).to_le_bytes());
     put(WCE_OFFSET, &[u8::from(wce)]);
     put(34, &MAX_QUEUES.to_le_bytes());
     // Discard: sectors, segments, alignment in sectors.
@@ -161,8 +166,13 @@ pub(crate) fn config(properties: BlockProperties, wce: bool) -> [u8; CONFIG_BYTE
 mod tests {
     use super::*;
 
-    const DISK: BlockProperties =
-        BlockProperties { size: 10_000, read_only: false, discards: true, block: 4096 };
+    const DISK: BlockProperties = BlockProperties {
+        size: 10_000,
+        read_only: false,
+        discards: true,
+        logical: 512,
+        block: 4096,
+    };
 
     #[test]
     fn the_configuration_has_the_layout_of_the_specification() {
@@ -172,6 +182,10 @@ mod tests {
         assert_eq!((field(8), field(12), field(20)), (256 << 10, 126, 512));
         assert_eq!((bytes[24], bytes[25], bytes[26], bytes[32]), (3, 0, 8, 1));
         assert_eq!((bytes[34], field(40), field(44), bytes[56]), (64, 1, 8, 1));
+        let bytes = config(BlockProperties { size: 1 << 20, logical: 4096, ..DISK }, true);
+        let field = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
+        assert_eq!((field(0), field(20), field(44)), (2048, 4096, 8), "in sectors, but its blocks");
+        assert_eq!((bytes[24], bytes[26]), (0, 1));
     }
 
     #[test]

@@ -255,7 +255,9 @@ impl DeviceQueue {
         }
         let pos = sector.checked_mul(SECTOR_BYTES).filter(|_| len.is_multiple_of(SECTOR_BYTES))?;
         let served = context.export_of(&self.member)?;
+        let is_whole = served.export.is_whole_blocks(ByteRange::new(pos, len));
         let range = served.export.range_of_sectors(op, pos, len);
+        let range = if is_whole { range } else { range.and(Err(libc::EINVAL)) };
         let count = |errno: &i32| {
             served.statistics.count_error(FrontendKind::VhostUser, op, *errno);
         };

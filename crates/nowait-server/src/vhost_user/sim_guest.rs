@@ -132,7 +132,8 @@ impl SimGuest {
         let region = Arc::new(InflightRegion::map(file, 0, queues, self.queue_size)?);
         let inflight = InflightQueue::new(region, index, self.queue_size);
         let start = (base.unwrap_or(u16::from_le_bytes(told)), event_idx);
-        let properties = BlockProperties { size: 0, read_only: false, discards: true, block: 512 };
+        let properties =
+            BlockProperties { size: 0, read_only: false, discards: true, logical: 512, block: 512 };
         Ok(QueueStart {
             id: QueueId(NEXT_ID.fetch_add(1, Ordering::Relaxed)),
             device: device.0.clone(),

@@ -3,6 +3,7 @@
 //! Invariant: beside each hostile driver another one is served by the same thread.
 
 mod beside_nbd;
+mod block_size;
 mod changes;
 mod driver;
 mod end_during_hand_over;

@@ -10,6 +10,7 @@ use crate::injected_bug;
 use crate::injected_bug::ServerBug;
 use crate::nbd::meta_context::{Context, Contexts};
 use crate::nbd::reply::send_queue::{Chunk, Chunks, MAX_CHUNKS, ReplyBody, SendQueue};
+use crate::nbd::reply::whole_blocks::whole_blocks;
 use crate::nbd::wire;
 use crate::nbd::wire::{ChunkPosition, EncodedHeader, ExtentList, ReplyEncoder};
 use crate::nbd::wire::{ReplyMode, RequestHeader};
@@ -134,7 +135,10 @@ pub(crate) fn build_reply(
             let body = ReplyBody::Data { buf, start: start as u32, len: range.len as u32 };
             out.push(head, body, request.budget_used);
         }
-        (Op::Status, _) => status(out, mode, request, extents),
+        (Op::Status, _) => match export.smallest_block() {
+            0..=1 => status(out, mode, request, extents),
+            block => status(out, mode, request, &whole_blocks(extents, block)),
+        },
         (Op::Flush, _) if injected_bug::injected(ServerBug::ReplyTwice) => {
             out.push(status_reply(mode, header, 0), ReplyBody::None, 0);
             out.push(status_reply(mode, header, 0), ReplyBody::None, request.budget_used);
@@ -158,7 +162,11 @@ fn split_at_holes(
     if !first.hole && first.len == range.len {
         return None;
     }
-    let runs = extent_runs(export, range, first);
+    let mut runs = extent_runs(export, range, first);
+    if export.smallest_block() > 1 {
+        runs.iter_mut().for_each(|run| *run = ExtentStatus::top(run.len, run.hole));
+        runs = whole_blocks(&runs, export.smallest_block());
+    }
     if let [ExtentStatus { hole: false, .. }] = runs[..] {
         return None;
     }
