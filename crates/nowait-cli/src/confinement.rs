@@ -66,6 +66,9 @@ pub(crate) fn needed_files(args: &ServeArgs, all: &[OpenedDisk]) -> FileAccess {
     KERNEL_FILES.iter().for_each(|path| files.read(path));
     files.write("/dev/null");
     images(args, all, &mut files);
+    if args.vhost_user.connects() {
+        files.connect_sockets();
+    }
     if let Encryption::Offered(directory) | Encryption::Required { directory, .. } =
         args.tls.encryption()
     {
@@ -173,7 +176,7 @@ pub(crate) fn owned_paths(
     });
     let vhost_user = args.vhost_user.sockets.iter().filter_map(|socket| match &socket.socket {
         DevicePlace::Path(path) => Some(path.clone()),
-        DevicePlace::Descriptor(_) => None,
+        DevicePlace::ConnectsTo(_) | DevicePlace::Descriptor(_) => None,
     });
     let control = match args.control.unix() {
         Some(ControlAddress::Off | ControlAddress::Tcp { .. }) => None,

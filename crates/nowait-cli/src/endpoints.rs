@@ -132,7 +132,7 @@ pub(crate) fn connections(
     }
     let numbers = args.vhost_user.sockets.iter().filter_map(|socket| match socket.socket {
         DevicePlace::Descriptor(number) => Some(number),
-        DevicePlace::Path(_) => None,
+        DevicePlace::Path(_) | DevicePlace::ConnectsTo(_) => None,
     });
     numbers.map(|number| Ok((number, systemd::connection(number)?))).collect()
 }
@@ -187,6 +187,7 @@ pub(crate) fn exports_of(
                 let failed = |error| bind_failure(&Address::Unix(path.clone()), &error);
                 export.at_vhost_user(listener.map_err(failed)?)
             }
+            DevicePlace::ConnectsTo(path) => export.at_listening_vmm(path.clone()),
             DevicePlace::Descriptor(number) => match connections.remove(number) {
                 Some(connection) => export.at_vhost_user_connection(connection),
                 None => export,

@@ -1,4 +1,5 @@
-//! Parses the vhost-user sockets of the command line: `[EXPORT=]PATH` or `[EXPORT=]fd:N`.
+//! Parses the vhost-user sockets of the command line: `[EXPORT=]PATH`, `[EXPORT=]fd:N` or
+//! `[EXPORT=]connect:PATH`.
 //!
 //! Invariant: each socket belongs to one of the exports, and no two have the same path.
 
@@ -12,7 +13,10 @@ use nowait_nbd::Address;
 use crate::export_spec::NamedExport;
 use crate::listen_address;
 
-/// `[EXPORT=]PATH` or `[EXPORT=]fd:N`.
+/// What is before a path at which VMMs listen.
+const CONNECT: &str = "connect:";
+
+/// A socket of virtual machines, one of several.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct VhostUserArg {
     export: Option<String>,
@@ -24,6 +28,8 @@ pub(crate) struct VhostUserArg {
 pub(crate) enum DevicePlace {
     /// At this path.
     Path(PathBuf),
+    /// They listen at this path, and are connected to.
+    ConnectsTo(PathBuf),
     /// One has connected already, by this descriptor that the process has inherited.
     Descriptor(i32),
 }
@@ -32,6 +38,7 @@ impl fmt::Display for DevicePlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Path(path) => path.display().fmt(f),
+            Self::ConnectsTo(path) => write!(f, "{CONNECT}{}", path.display()),
             Self::Descriptor(number) => write!(f, "fd:{number}"),
         }
     }
@@ -39,14 +46,16 @@ impl fmt::Display for DevicePlace {
 
 impl VhostUserArg {
     /// The part before the first `=` is the name of an export, unless the text begins with `/`,
-    /// `./` or `../`: then all of it is a path.
+    /// `./`, `../` or `connect:`: then all of it is a place.
     ///
     /// # Errors
     /// A message that says what is missing.
     pub(crate) fn parse(text: OsString) -> Result<Self, String> {
         const FORM: &str = "as in EXPORT=/run/disk.sock";
         let bytes = text.as_bytes();
-        let is_path = [&b"/"[..], b"./", b"../"].iter().any(|start| bytes.starts_with(start));
+        let is_path = [&b"/"[..], b"./", b"../", CONNECT.as_bytes()]
+            .iter()
+            .any(|start| bytes.starts_with(start));
         let at = bytes.iter().position(|&byte| byte == b'=').filter(|_| !is_path);
         let (export, path) = match at {
             Some(at) => {
@@ -63,8 +72,13 @@ impl VhostUserArg {
                 number.ok_or("fd: needs the number of a descriptor above 2, as in fd:3")?;
             return Ok(Self { export, socket: DevicePlace::Descriptor(number) });
         }
+        let (place, path): (fn(PathBuf) -> DevicePlace, _) =
+            match path.strip_prefix(CONNECT.as_bytes()) {
+                Some(path) => (DevicePlace::ConnectsTo, path),
+                None => (DevicePlace::Path, path),
+            };
         match listen_address::unix(OsStr::from_bytes(path).into())? {
-            Address::Unix(path) => Ok(Self { export, socket: DevicePlace::Path(path) }),
+            Address::Unix(path) => Ok(Self { export, socket: place(path) }),
             Address::Tcp { .. } => Err(format!("it is no path ({FORM})")),
         }
     }
@@ -130,9 +144,41 @@ mod tests {
     }
 
     #[test]
+    fn a_socket_of_a_vmm_is_connected_to() {
+        for (text, export, path) in [
+            ("connect:/run/vm=1", Ok(0), "/run/vm=1"),
+            ("data=connect:vm=1", Ok(1), "vm=1"),
+            ("other=connect:/run/vm", Err(()), "/run/vm"),
+        ] {
+            let socket = VhostUserArg::parse(text.into()).unwrap();
+            assert_eq!(socket.socket, DevicePlace::ConnectsTo(path.into()), "{text}");
+            assert_eq!(socket.socket.to_string(), format!("connect:{path}"));
+            assert_eq!(
+                socket.export_of(&[named(""), named("data")]).map_err(drop),
+                export,
+                "{text}"
+            );
+        }
+        let path = VhostUserArg::parse("./connect:vm".into()).unwrap();
+        assert_eq!(path.socket, DevicePlace::Path("./connect:vm".into()));
+    }
+
+    #[test]
     fn a_path_that_is_missing_too_long_or_given_twice_is_refused() {
         let long = "x".repeat(200);
-        for text in ["", "data=", &long, "fd:", "fd:2", "fd:-1", "data=fd:x"] {
+        let far = format!("connect:{long}");
+        for text in [
+            "",
+            "data=",
+            &long,
+            "connect:",
+            "data=connect:",
+            &far,
+            "fd:",
+            "fd:2",
+            "fd:-1",
+            "data=fd:x",
+        ] {
             assert!(VhostUserArg::parse(text.into()).is_err(), "{text}");
         }
         let socket = |text: &str| VhostUserArg::parse(text.into()).unwrap();

@@ -1,6 +1,7 @@
 //! An export and the sockets that it comes with.
 
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use nowait_image::Image;
@@ -51,6 +52,14 @@ impl AnyExport {
     #[must_use]
     pub fn at_vhost_user_connection(mut self, connection: UnixStream) -> Self {
         self.vhost_user.push(DeviceSocket::Connected(connection));
+        self
+    }
+
+    /// The same for the virtual machines whose VMMs listen at the Unix socket `path`, one after the other: it is
+    /// connected to, every second until it is there, and again when the VMM has left.
+    #[must_use]
+    pub fn at_listening_vmm(mut self, path: PathBuf) -> Self {
+        self.vhost_user.push(DeviceSocket::ConnectsTo(path));
         self
     }
 

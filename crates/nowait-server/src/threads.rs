@@ -315,7 +315,7 @@ impl Shared {
         socket: DeviceSocket,
     ) -> Result<(), Error> {
         let registered = self.registered(export)?;
-        let handle = Arc::new(ControlHandle::new()?);
+        let handle = Arc::new(ControlHandle::new(&socket)?);
         registered.add_control(handle.clone());
         let name = registered.export().name().to_owned();
         let server = Arc::new(DeviceExport { shared: self.clone(), registered });

@@ -167,7 +167,8 @@ fn bind_control(
 ) -> Result<(BoundControl, Upgrades), CliError> {
     let bound = BoundControl::bind(&args.control, take_over)?;
     let control = bound.states()?;
-    Ok((bound, Upgrades { launcher, listeners, control }))
+    let connects = args.vhost_user.connects();
+    Ok((bound, Upgrades { launcher, listeners, control, connects }))
 }
 
 /// What ends the server of `args`: signals, and the end of its `parent` if it is asked to.

@@ -3,6 +3,7 @@
 //! Invariant: this program goes on unless the new one has said that it is ready; from the word to
 //! serve on it touches nothing any more.
 
+use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -34,6 +35,8 @@ pub(crate) struct Upgrades {
     pub(crate) launcher: Result<Arc<Launcher>, String>,
     pub(crate) listeners: Vec<(ListenerState, OwnedFd)>,
     pub(crate) control: ControlStates,
+    /// VMMs are connected to.
+    pub(crate) connects: bool,
 }
 
 impl Upgrades {
@@ -121,7 +124,7 @@ fn announce(
     let sockets = listeners.iter().chain(&control.unix).chain(&control.tcp);
     let sockets: Vec<_> = sockets.map(|(_, file)| file.as_fd()).collect();
     let begin = Begin {
-        protocol: Begin::protocol_for(nodes),
+        protocol: Begin::protocol_for(nodes, upgrades.connects),
         exports,
         listeners: listeners.iter().map(|(state, _)| state.clone()).collect(),
         control: control.unix.as_ref().map(|(state, _)| state.clone()),
@@ -193,7 +196,8 @@ fn device_message<'a>(
         let (setup, has_channel) = (vmm.setup.clone(), vmm.channel.is_some());
         VmmMessage { setup, has_channel, files: vmm.files.len() }
     });
-    Ok(DeviceMessage { export, listener, vmm })
+    let connects_to = device.connects_to.clone().map(OsString::from);
+    Ok(DeviceMessage { export, listener, connects_to, vmm })
 }
 
 /// The new program has ended or is silent.

@@ -5,7 +5,7 @@
 //! images that it names are the files that these were when the server was started.
 
 use std::collections::{HashMap, HashSet};
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::{env, fs, iter};
@@ -186,6 +186,16 @@ impl<'a> HandOverPolicy<'a> {
         let is_it =
             state.path.as_ref().map(Path::new).is_some_and(|path| given(path) || allowed(path));
         require(is_it && state.temporary.is_none(), "socket", &state.path)
+    }
+
+    /// Checks the socket `path` of VMMs, which is connected to.
+    ///
+    /// # Errors
+    /// One line that names it.
+    pub(crate) fn check_vmm(&self, path: &OsStr) -> Result<(), CliError> {
+        let place = DevicePlace::ConnectsTo(path.into());
+        let is_it = self.args.vhost_user.sockets.iter().any(|it| it.socket == place);
+        require(is_it, "socket of a VMM", path)
     }
 
     fn check_export(&self, state: &ExportState) -> Result<(), CliError> {
@@ -405,8 +415,10 @@ mod tests {
     #[test]
     fn only_the_own_sockets_are_removed() {
         let directory = directory();
-        let arguments =
-            args(&directory, "--nbd unix:DIR/nbd --vhost-user DIR/vm --control unix:DIR/control");
+        let arguments = args(
+            &directory,
+            "--nbd unix:DIR/nbd --vhost-user DIR/vm --vhost-user connect:DIR/vmm --control unix:DIR/control",
+        );
         let policy = HandOverPolicy::of(&arguments, None).unwrap();
         let [nbd, vm, control, disk] =
             ["nbd", "vm", "control", "disk"].map(|name| socket(path(&directory, name), None));
@@ -418,6 +430,10 @@ mod tests {
             assert!(policy.check_device(wrong).is_err(), "{wrong:?}");
         }
         assert!(policy.check_control(&nbd).is_err());
+        for (name, is_allowed) in [("vmm", true), ("vm", false), ("nbd", false)] {
+            assert_eq!(policy.check_vmm(&path(&directory, name)).is_ok(), is_allowed, "{name}");
+        }
+        assert!(policy.check_device(&socket(path(&directory, "vmm"), None)).is_err());
         // A socket that is not removed is only a name, as of one that systemd has handed over.
         assert!(policy.check_listener(&ListenerState { is_own: false, ..disk }).is_ok());
         let arguments = args(&directory, "");

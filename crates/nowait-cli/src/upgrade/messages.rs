@@ -16,8 +16,8 @@ use serde::{Deserialize, Serialize};
 
 /// The version of these messages.
 pub(crate) const PROTOCOL: u32 = 3;
-/// The version before, which knows no nodes but that of the first export.
-const ONE_NODE: u32 = 2;
+/// The version before, which knows no nodes but that of the first export, and connects to no VMM.
+const BEFORE: u32 = 2;
 
 /// Old to new: what will be handed over. The listeners' files come with it, then the control socket's.
 #[derive(Debug, Serialize, Deserialize)]
@@ -39,17 +39,18 @@ pub(crate) struct Begin {
 }
 
 impl Begin {
-    /// The version in which a server with `nodes` is told of: the one before, as long as that says all.
-    pub(crate) fn protocol_for(nodes: &[(usize, u32)]) -> u32 {
-        match nodes {
-            [] | [(0, _)] => ONE_NODE,
+    /// The version in which a server is told of that has `nodes` and `connects` to VMMs: the one before, as long as that
+    /// says all.
+    pub(crate) fn protocol_for(nodes: &[(usize, u32)], connects: bool) -> u32 {
+        match (nodes, connects) {
+            ([] | [(0, _)], false) => BEFORE,
             _ => PROTOCOL,
         }
     }
 
     /// Whether this program understands the message.
     pub(crate) fn is_understood(&self) -> bool {
-        [ONE_NODE, PROTOCOL].contains(&self.protocol)
+        [BEFORE, PROTOCOL].contains(&self.protocol)
     }
 
     /// The numbers of the block devices of this machine, each with the index of its export.
@@ -140,13 +141,16 @@ pub(crate) struct Drained {
     pub(crate) devices: Vec<DeviceMessage>,
 }
 
-/// A disk of virtual machines. Its files are that of the listener, and those of the VMM: the socket,
+/// A disk of virtual machines, at a socket that listens or one of VMMs. Its files are that of the listener, and those of the VMM: the socket,
 /// the channel, and what belongs to its setup.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct DeviceMessage {
     /// Index of the export.
     pub(crate) export: usize,
     pub(crate) listener: Option<ListenerState>,
+    /// Where its VMMs listen.
+    #[serde(default)]
+    pub(crate) connects_to: Option<OsString>,
     pub(crate) vmm: Option<VmmMessage>,
 }
 
@@ -230,7 +234,8 @@ mod tests {
         for (nodes, protocol) in
             [(&[][..], 2), (&[(0, 7)], 2), (&[(1, 7)], 3), (&[(0, 7), (1, 8)], 3)]
         {
-            assert_eq!(Begin::protocol_for(nodes), protocol, "{nodes:?}");
+            assert_eq!(Begin::protocol_for(nodes, false), protocol, "{nodes:?}");
+            assert_eq!(Begin::protocol_for(nodes, true), 3, "{nodes:?}");
         }
         let understood = [1, 2, 3, 4].map(|protocol| told(protocol, r#""ublk":7"#).is_understood());
         assert_eq!(understood, [false, true, true, false]);

@@ -127,6 +127,8 @@ impl TakeOver {
         let Message { body: Drained { files, connections, devices }, bytes, files: all } = message;
         let mut sockets = devices.iter().filter_map(|it| it.listener.as_ref());
         sockets.try_for_each(|state| policy.check_device(state))?;
+        let mut vmms = devices.iter().filter_map(|it| it.connects_to.as_ref());
+        vmms.try_for_each(|path| policy.check_vmm(path))?;
         let mut all = all.into_iter();
         let images = files
             .iter()
@@ -245,7 +247,8 @@ fn parked_device(
     files: &mut impl Iterator<Item = OwnedFd>,
 ) -> Result<PausedDevice, CliError> {
     let mut file = || files.next().ok_or_else(|| CliError::new("a socket is missing"));
-    let DeviceMessage { listener, vmm, .. } = message;
+    let DeviceMessage { listener, connects_to, vmm, .. } = message;
+    let connects_to = connects_to.map(PathBuf::from);
     let listener = listener.map(|state| HandedListener::of((state, file()?))).transpose()?;
     let listener = listener.map(|handed| Arc::new(handed.listener));
     let state = |VmmMessage { setup, has_channel, files }: VmmMessage| {
@@ -254,7 +257,7 @@ fn parked_device(
         let files = (0..files).map(|_| file()).collect::<Result<_, _>>()?;
         Ok::<_, CliError>(VmmState { socket, channel, setup, files })
     };
-    Ok(PausedDevice { listener, vmm: vmm.map(state).transpose()? })
+    Ok(PausedDevice { listener, connects_to, vmm: vmm.map(state).transpose()? })
 }
 
 fn in_time() -> Instant {

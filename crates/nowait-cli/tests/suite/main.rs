@@ -87,6 +87,7 @@ mod ublk_takeover;
 mod upgrade;
 mod upgrade_changes;
 mod end_after_upgrade;
+mod vhost_connects;
 mod vhost_user;
 mod vmm_faults;
 mod without_io_uring;

@@ -6,11 +6,13 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use nowait::{Error, Operation};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 
 use crate::export::ExportId;
@@ -28,6 +30,8 @@ use crate::vhost_user::vmm_log::VmmLog;
 
 /// The pause after a connection that has failed, or could not be accepted.
 const BACK_OFF: Duration = Duration::from_millis(100);
+/// The pause before a VMM that listens is connected to again, in seconds.
+const CONNECT_AGAIN: i64 = 1;
 
 /// A control thread, from any thread.
 pub(crate) struct ControlHandle {
@@ -47,6 +51,8 @@ struct ControlState {
     /// The thread takes a connection or a message, or handles it.
     is_busy: bool,
     listener: Weak<Listener>,
+    /// Where a VMM listens that is connected to.
+    connects_to: Option<PathBuf>,
     /// The connection that is served.
     connection: Option<UnixStream>,
     /// Where its VMM is told of changes, if it has handed that over.
@@ -58,14 +64,20 @@ struct ControlState {
 }
 
 impl ControlHandle {
-    /// The handle of a thread that is about to start.
+    /// The handle of a thread that is about to start for `socket`.
     ///
     /// # Errors
     /// `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for it.
-    pub(crate) fn new() -> Result<Self, Error> {
+    pub(crate) fn new(socket: &DeviceSocket) -> Result<Self, Error> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| Error::new(e.raw_os_error(), Operation::SetUp))?;
-        Ok(Self { wake, state: Mutex::default(), changed: Condvar::new() })
+        let connects_to = match socket {
+            DeviceSocket::ConnectsTo(path) => Some(path.clone()),
+            DeviceSocket::Paused(paused) => paused.connects_to.clone(),
+            DeviceSocket::Listener(_) | DeviceSocket::Connected(_) => None,
+        };
+        let state = Mutex::new(ControlState { connects_to, ..ControlState::default() });
+        Ok(Self { wake, state, changed: Condvar::new() })
     }
 
     /// Ends the thread and its connection.
@@ -119,7 +131,8 @@ impl ControlHandle {
             }
             _ => None,
         };
-        Ok(PausedDevice { listener: state.listener.upgrade(), vmm })
+        let (listener, connects_to) = (state.listener.upgrade(), state.connects_to.clone());
+        Ok(PausedDevice { listener, connects_to, vmm })
     }
 
     /// Waits while `is_so`, until `deadline` at most.
@@ -166,6 +179,13 @@ impl ControlHandle {
                 Err(error) => return Err(error),
             }
         }
+    }
+
+    /// Waits for the pause before another connection, or until the thread is to end.
+    fn pause(&self) {
+        let mut fds = [PollFd::new(&self.wake, PollFlags::IN)];
+        // A signal that ends the wait early does no harm.
+        let _ = poll(&mut fds, Some(&Timespec { tv_sec: CONNECT_AGAIN, tv_nsec: 0 }));
     }
 
     /// Tells the VMM that the configuration of its device has changed.
@@ -246,8 +266,10 @@ impl Drop for Taking<'_> {
 
 /// A device of virtual machines that is not served, for another process.
 pub struct PausedDevice {
-    /// Where its VMMs connect, unless the only one has connected already.
+    /// Where its VMMs connect, unless the only one has connected already, or they listen.
     pub listener: Option<Arc<Listener>>,
+    /// Where its VMMs listen.
+    pub connects_to: Option<PathBuf>,
     /// Its VMM and what this has set up, if one has connected.
     pub vmm: Option<VmmState>,
 }
@@ -267,12 +289,36 @@ pub(crate) enum DeviceSocket {
     Listener(Listener),
     /// The only one has connected already.
     Connected(UnixStream),
+    /// One after the other listens at this path, and is connected to.
+    ConnectsTo(PathBuf),
     /// What another process has handed over.
     Paused(PausedDevice),
 }
 
+/// Where the next VMM comes from.
+enum Source {
+    Listener(Arc<Listener>),
+    ConnectsTo(PathBuf),
+    /// There is only the first.
+    None,
+}
+
+impl Source {
+    /// How it is called in the log.
+    fn label(&self) -> String {
+        match self {
+            Self::Listener(listener) => match listener.unix_path() {
+                Some(path) => format!("vhost-user socket {}", path.display()),
+                None => "vhost-user socket".to_owned(),
+            },
+            Self::ConnectsTo(path) => format!("vhost-user socket {} of a VMM", path.display()),
+            Self::None => "vhost-user connection".to_owned(),
+        }
+    }
+}
+
 /// Serves the VMMs of `socket`, one after the other, until `handle` is stopped; then a socket file is
-/// removed. The only VMM of a connection that was handed over is served until it has left. `name` is
+/// removed, unless it is a VMM's. The only VMM of a connection that was handed over is served until it has left. `name` is
 /// what guests are told as the name of the disk.
 pub(crate) fn run<S: ControlServer + 'static>(
     socket: DeviceSocket,
@@ -283,28 +329,37 @@ pub(crate) fn run<S: ControlServer + 'static>(
     let mut id = [0; ID_BYTES];
     let printable = name.bytes().filter(u8::is_ascii_graphic);
     id.iter_mut().zip(printable).for_each(|(to, from)| *to = from);
-    let (mut first, listener) = match socket {
-        DeviceSocket::Listener(listener) => (None, Some(Arc::new(listener))),
-        DeviceSocket::Connected(stream) => (Some(Vmm::Connected(stream)), None),
-        DeviceSocket::Paused(PausedDevice { listener, vmm }) => (vmm.map(Vmm::Paused), listener),
+    let (mut first, source) = match socket {
+        DeviceSocket::Listener(listener) => (None, Source::Listener(Arc::new(listener))),
+        DeviceSocket::Connected(stream) => (Some(Vmm::Connected(stream)), Source::None),
+        DeviceSocket::ConnectsTo(path) => (None, Source::ConnectsTo(path)),
+        DeviceSocket::Paused(PausedDevice { listener, connects_to, vmm }) => {
+            let source = match (listener, connects_to) {
+                (Some(listener), _) => Source::Listener(listener),
+                (None, Some(path)) => Source::ConnectsTo(path),
+                (None, None) => Source::None,
+            };
+            (vmm.map(Vmm::Paused), source)
+        }
     };
-    let label = match &listener {
-        Some(listener) => match listener.unix_path() {
-            Some(path) => format!("vhost-user socket {}", path.display()),
-            None => "vhost-user socket".to_owned(),
-        },
-        None => "vhost-user connection".to_owned(),
-    };
-    handle.lock().listener = listener.as_ref().map(Arc::downgrade).unwrap_or_default();
-    let mut log = VmmLog::new(label);
+    if let Source::Listener(listener) = &source {
+        handle.lock().listener = Arc::downgrade(listener);
+    }
+    let mut log = VmmLog::new(source.label());
     while handle.serves(None) {
-        let next = match (first.take(), &listener) {
+        let next = match (first.take(), &source) {
             (Some(vmm), _) => Ok(handle.take().map(|taking| (vmm, taking))),
-            (None, Some(listener)) => accept(listener, handle),
-            (None, None) => return,
+            (None, Source::Listener(listener)) => accept(listener, handle),
+            (None, Source::ConnectsTo(path)) => Ok(connected(path, handle, &mut log)),
+            (None, Source::None) => return,
         };
         match next {
-            Ok(Some((vmm, taking))) => serve_vmm((vmm, taking), server, handle, (id, &mut log)),
+            Ok(Some((vmm, taking))) => {
+                serve_vmm((vmm, taking), server, handle, (id, &mut log));
+                if let Source::ConnectsTo(_) = source {
+                    handle.pause();
+                }
+            }
             Ok(None) => {}
             Err(error) => {
                 log.cannot_accept(&error);
@@ -314,7 +369,7 @@ pub(crate) fn run<S: ControlServer + 'static>(
     }
     if handle.lock().is_released {
         // The socket file is another process's now.
-        std::mem::forget(listener);
+        std::mem::forget(source);
     }
 }
 
@@ -424,4 +479,32 @@ fn accept<'a>(
         Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => Ok(None),
         Err(error) => Err(error),
     }
+}
+
+/// A connection to the VMM that listens at `path`; `None` after a pause if there is none yet, or if the thread is to end.
+fn connected<'a>(
+    path: &Path,
+    handle: &'a ControlHandle,
+    log: &mut VmmLog,
+) -> Option<(Vmm, Taking<'a>)> {
+    let taking = handle.take()?;
+    match connect(path) {
+        Ok(stream) => Some((Vmm::Connected(stream), taking)),
+        Err(error) => {
+            drop(taking);
+            log.cannot_connect(&error);
+            handle.pause();
+            None
+        }
+    }
+}
+
+/// Connects to a Unix socket without a wait: one whose queue of connections is full is one that does not listen.
+fn connect(path: &Path) -> std::io::Result<UnixStream> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
 }

@@ -18,7 +18,7 @@ const HOW_TO_SHARE: &str = "start QEMU with -object memory-backend-memfd,id=mem,
 pub(crate) struct VmmLog {
     label: String,
     told_of_memory: bool,
-    /// The last connection could not be accepted, which was logged.
+    /// The last connection could not be made, which was logged.
     has_failed: bool,
 }
 
@@ -42,6 +42,18 @@ impl VmmLog {
     pub(crate) fn cannot_accept(&mut self, error: &io::Error) {
         if !std::mem::replace(&mut self.has_failed, true) {
             tracing::warn!("{}: cannot accept a connection: {error}", self.label);
+        }
+    }
+
+    /// A VMM that is to listen cannot be connected to. Logged once for all failures in a row.
+    pub(crate) fn cannot_connect(&mut self, error: &io::Error) {
+        if !std::mem::replace(&mut self.has_failed, true) {
+            match error.kind() {
+                io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
+                    tracing::info!("{}: waiting until it listens", self.label);
+                }
+                _ => tracing::warn!("{}: cannot connect: {error}", self.label),
+            }
         }
     }
 

@@ -5,6 +5,7 @@
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
@@ -84,6 +85,15 @@ impl Driver {
     }
 
     fn with(socket: &Path, inflight: Option<(VhostUserInflight, File)>, refused: u64) -> Self {
+        Self::of(Frontend::connect(socket, 8).unwrap(), inflight, refused)
+    }
+
+    /// The VMM at the other end of a connection that the device has made.
+    pub(crate) fn connected(stream: UnixStream) -> Self {
+        Self::of(Frontend::from_stream(stream, 8), None, 0)
+    }
+
+    fn of(vmm: Frontend, inflight: Option<(VhostUserInflight, File)>, refused: u64) -> Self {
         let files = [(); 2].map(|()| {
             let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
             ftruncate(&file, REGION_BYTES).unwrap();
@@ -95,7 +105,6 @@ impl Driver {
             GuestRegionMmap::from_range(address, REGION_BYTES as usize, Some(file)).unwrap()
         };
         let memory = GuestMemoryMmap::from_regions(vec![region(0), region(1)]).unwrap();
-        let vmm = Frontend::connect(socket, 8).unwrap();
         let [kick, call, err] = [(); 3].map(|()| eventfd());
         let mut driver = Self { vmm, memory, files, kick, call, err, available: 0, seen: 0 };
         driver.negotiate(refused);

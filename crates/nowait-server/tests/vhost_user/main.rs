@@ -5,6 +5,7 @@
 mod beside_nbd;
 mod block_size;
 mod changes;
+mod connects;
 mod driver;
 mod end_during_hand_over;
 mod handed_over;

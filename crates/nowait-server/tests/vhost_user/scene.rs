@@ -3,7 +3,7 @@
 //! Invariant: dropping a scene shuts the server down without unfinished requests.
 
 use std::os::fd::AsFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -53,6 +53,20 @@ impl Scene {
             export.at_vhost_user(Listener::unix(socket).unwrap())
         });
         Self::start(export, sockets, socket_directory)
+    }
+
+    /// Serves an image to the VMMs that listen at `socket`.
+    pub(crate) fn connecting(socket: &Path) -> Self {
+        let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let image = directory.path().join("disk.img");
+        std::fs::write(&image, vec![7; SIZE as usize]).unwrap();
+        let disk = Arc::new(BlockDevice::open(&image, OpenOptions::default()).unwrap());
+        let export = AnyExport::new(Export::new(disk, String::new(), String::new()));
+        let export = export.at_listening_vmm(socket.to_owned());
+        let mut scene = Self::start(export, Default::default(), tempfile::tempdir().unwrap());
+        scene.image = image;
+        scene.directories.push(directory);
+        scene
     }
 
     /// Another server takes over the devices of this one, which is parked, as another process does.
