@@ -160,7 +160,7 @@ fn an_invalid_value_is_a_usage_error_with_the_reason() {
         ("nowait create a 1G --preallocation full", "metadata"),
         ("nowait resize a -x", "as in 512M"),
         ("nowait resize a +", "as in 512M"),
-        ("nowait serve a --format vmdk", "raw and qcow2"),
+        ("nowait serve a --format vdi", "raw, qcow2, vmdk and vhdx"),
         ("nowait serve --nbd udp:a", "begins with unix: or tcp:"),
         ("nowait serve --queues 0", "1..=256"),
         ("nowait serve --queues 257", "1..=256"),
@@ -169,7 +169,7 @@ fn an_invalid_value_is_a_usage_error_with_the_reason() {
         ("nowait serve --queue aio", "threads"),
         ("nowait resize a 0", "at least one byte"),
         ("nowait serve a=", "the image is missing"),
-        ("nowait check a --format vmdk", "raw and qcow2"),
+        ("nowait check a --format vdi", "raw, qcow2, vmdk and vhdx"),
         (long.as_str(), "4097 bytes, the protocol allows 4096"),
     ] {
         let error = parse(line).unwrap_err();

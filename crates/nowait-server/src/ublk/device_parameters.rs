@@ -5,7 +5,7 @@
 //! reach past the image's end.
 
 use nowait::{BlockDevice, BlockMap};
-use nowait_image::{Format, Image};
+use nowait_image::Image;
 
 use rustix::fs::{FileType, fstat};
 
@@ -57,7 +57,7 @@ impl Parameters {
     /// Those of `image`, for requests of at most `max_io_bytes`; with blocks of `block_size` if that is given.
     pub(crate) fn of(image: &Image, block_size: Option<BlockSize>, max_io_bytes: u32) -> Self {
         let (device, sector) = (image.device(), 1 << SECTOR_SHIFT);
-        let own = match image.format() == Format::Raw && is_block_device(&device) {
+        let own = match image.format().is_raw() && is_block_device(&device) {
             true => device.alignment().offset.clamp(sector, MAX_BLOCK_BYTES),
             // Direct I/O may need more of a file, as of one that shares its blocks with another.
             false => sector,
