@@ -8,6 +8,8 @@
 mod sim_change;
 #[cfg(feature = "sim")]
 mod sim;
+#[cfg(feature = "sim")]
+mod sim_exports;
 #[cfg(test)]
 mod tests;
 

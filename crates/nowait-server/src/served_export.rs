@@ -73,7 +73,7 @@ pub(crate) struct ServedExports {
     used: usize,
     /// Idle exports, the one that has been idle longest first.
     idle: VecDeque<(Instant, u32)>,
-    idle_time: Duration,
+    pub(crate) idle_time: Duration,
 }
 
 /// What to do with an export that is not used any more.

@@ -72,9 +72,14 @@ pub struct Client {
 }
 
 impl Client {
-    /// A client at `socket`.
+    /// A client at `socket`, which chooses the export of that name.
     #[must_use]
-    pub fn new(socket: ClientEnd, owner: (usize, u64), random: &mut Random) -> Self {
+    pub fn new(
+        socket: ClientEnd,
+        owner: (usize, u64),
+        export: &str,
+        random: &mut Random,
+    ) -> Self {
         let all = [ReplyMode::Simple, ReplyMode::Structured, ReplyMode::Extended];
         let mode = random.pick(&all).unwrap_or(ReplyMode::Simple);
         let mut client = Self {
@@ -95,12 +100,12 @@ impl Client {
             disconnect_kind: None,
             is_over: false,
         };
-        client.negotiate(random);
+        client.negotiate(export, random);
         client
     }
 
     /// Queues the client's side of the handshake.
-    fn negotiate(&mut self, random: &mut Random) {
+    fn negotiate(&mut self, export: &str, random: &mut Random) {
         let flags = if self.no_zeroes { nbd::FLAG_NO_ZEROES } else { 0 } | nbd::FLAG_FIXED_NEWSTYLE;
         self.out.extend(u32::from(flags).to_be_bytes());
         match self.mode {
@@ -111,14 +116,17 @@ impl Client {
         if self.mode != ReplyMode::Simple && random.below(4) > 0 {
             self.option(
                 nbd::OPT_SET_META_CONTEXT,
-                &MetaContextOption { export: "", queries: vec![CONTEXT] }.encode(),
+                &MetaContextOption { export, queries: vec![CONTEXT] }.encode(),
             );
         }
         match self.mode {
             ReplyMode::Simple | ReplyMode::Structured if random.below(4) == 0 => {
-                self.option(nbd::OPT_EXPORT_NAME, &[]);
+                self.option(nbd::OPT_EXPORT_NAME, export.as_bytes());
             }
-            _ => self.option(nbd::OPT_GO, &InfoOption::default().encode()),
+            _ => {
+                let option = InfoOption { export, ..InfoOption::default() };
+                self.option(nbd::OPT_GO, &option.encode());
+            }
         }
     }
 

@@ -17,6 +17,8 @@ pub mod guarded_memory;
 pub mod engines;
 pub mod reply;
 pub mod client;
+pub mod clients;
+pub mod neighbours;
 pub mod server;
 pub mod virtio_driver;
 pub mod vhost_server;

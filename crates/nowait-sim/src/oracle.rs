@@ -151,6 +151,13 @@ impl Oracle {
         }
     }
 
+    /// The server may have flushed the device by itself.
+    pub fn flushed_by_server(&mut self) {
+        if self.device.has_failed() {
+            self.model.doubt();
+        }
+    }
+
     /// Whether the request reaches into a part that the device has lost since it began.
     #[must_use]
     pub fn is_behind_the_end(&self, flight: &InFlight) -> bool {

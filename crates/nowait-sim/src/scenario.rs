@@ -3,7 +3,7 @@
 //! Invariant: a step depends only on the seed and its own number, not on previous steps: steps can
 //! be removed from a run without changing the others.
 
-use nowait::sim::{Faults, Random, SimOptions};
+use nowait::sim::{Fault, Faults, Random, SimOptions};
 use nowait::{Alignment, ByteRange, Config, Direct, Flags, Op};
 use nowait_server::SimChange;
 
@@ -103,6 +103,8 @@ pub struct Scenario {
     pauses: u16,
     /// How often in 65536 steps a server pauses for another size of its disk.
     resizes: u16,
+    /// Exports beside the first one on each thread of a server.
+    pub neighbours: u64,
 }
 
 /// A request of a client.
@@ -155,12 +157,25 @@ pub enum Action {
     Resize,
     /// The export is removed with its clients connected, and added again.
     Remove,
+    /// One of several exports of a server is changed, and the others go on.
+    ChangeExports(ExportsChange),
     /// The device stops answering.
     FallSilent,
     /// The device resumes answering.
     Answer,
     /// The device is truncated.
     Shrink,
+}
+
+/// What happens to one of several exports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExportsChange {
+    /// One is paused; or the one that is paused goes on.
+    Pause,
+    /// The clients of a neighbour leave, and idle time passes.
+    Idle,
+    /// A neighbour is removed, and added again.
+    Remove,
 }
 
 /// How a client disconnects.
@@ -242,6 +257,7 @@ impl Scenario {
             changes: 0,
             pauses: 0,
             resizes: 0,
+            neighbours: 0,
         };
         if random.below(8) == 0 {
             scenario = scenario.in_qcow2(block.ilog2(), &mut random);
@@ -255,7 +271,25 @@ impl Scenario {
         }
         scenario.config.allocate_ahead = random.below(8) > 0;
         scenario.draw_operator(&mut random);
+        if mode == Mode::Server {
+            // Numbers of their own: all other seeds mean what they meant before.
+            let mut random = Random::part(seed, u64::MAX - 4);
+            scenario.neighbours = random.pick(&[0, 0, 0, 0, 1, 2]).unwrap_or(0);
+        }
         scenario
+    }
+
+    /// The scenario of neighbour number `n` from 1 on: a small raw disk of its own that never fails.
+    #[must_use]
+    pub fn neighbour(&self, n: u64) -> Self {
+        let first = Random::part(self.seed, u64::MAX - 4 - n).next();
+        let all = (first..=u64::MAX).chain(0..first).map(|seed| Self::of(Mode::Server, seed));
+        let mut fits = all.filter(|it| it.qcow2.is_none() && it.device.capacity == u64::MAX);
+        let mut own = fits.next().unwrap_or_else(|| self.clone()).without_faults();
+        // The queue of a thread is that of all of its exports.
+        own.faults.submit_errors = self.faults.submit_errors;
+        own.faults.once = self.faults.once.filter(|(_, fault)| *fault == Fault::SubmitError);
+        Self { config: self.config, parts: self.parts, seed: self.seed, ..own }
     }
 
     /// What an operator does to a server.
@@ -324,6 +358,12 @@ impl Scenario {
     #[must_use]
     pub fn has_pauses(&self) -> bool {
         self.pauses > 0
+    }
+
+    /// Whether neighbours come and go.
+    #[must_use]
+    pub fn has_neighbours(&self) -> bool {
+        self.neighbours > 0
     }
 
     /// Step number `n`.
@@ -411,6 +451,16 @@ impl Scenario {
 
     fn device_action(&self, random: &mut Random) -> Action {
         match () {
+            () if self.neighbours > 0 && random.chance(30_000) => {
+                let all = [
+                    ExportsChange::Pause,
+                    ExportsChange::Pause,
+                    ExportsChange::Idle,
+                    ExportsChange::Idle,
+                    ExportsChange::Remove,
+                ];
+                Action::ChangeExports(random.pick(&all).unwrap_or(ExportsChange::Idle))
+            }
             () if random.chance(self.cuts.saturating_mul(40)) => Action::Cut,
             () if random.chance(if self.qcow2.is_some() { 8000 } else { 400 }) => Action::Reopen,
             () if random.chance(self.damages.saturating_mul(40)) => Action::Damage,
@@ -431,7 +481,9 @@ impl Scenario {
         }
     }
 
-    fn request(&self, random: &mut Random) -> RequestSpec {
+    /// A request.
+    #[must_use]
+    pub fn request(&self, random: &mut Random) -> RequestSpec {
         let op = match random.below(64) {
             0..28 => Op::Read,
             28..50 => Op::Write,

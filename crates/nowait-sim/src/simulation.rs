@@ -18,7 +18,7 @@ use crate::image;
 use crate::image::{Image, Opening};
 use crate::model::Violation;
 use crate::oracle::Oracle;
-use crate::scenario::{Action, MAX_REQUEST_BYTES, Scenario, Step};
+use crate::scenario::{Action, ExportsChange, MAX_REQUEST_BYTES, Scenario, Step};
 use crate::system_under_test::{Health, SystemUnderTest};
 
 /// Iterations after which a request that has not ended is considered stuck.
@@ -172,6 +172,7 @@ impl<S: SystemUnderTest> Simulation<S> {
             Action::Pause => self.pause(None, &mut random)?,
             Action::Resize => self.resize(&mut random)?,
             Action::Remove => self.remove(&mut random)?,
+            Action::ChangeExports(change) => self.change_exports(change, &mut random)?,
             action => match self.system.act(action, part, &mut self.oracle, &mut random)? {
                 Health::Well => {}
                 Health::Down => self.crash(&mut random)?,
@@ -250,10 +251,12 @@ impl<S: SystemUnderTest> Simulation<S> {
         self.cuts += 1;
         self.torn = true;
         let rotten = self.device.cut_power();
+        self.system.cut_power();
         self.device.set_faults(Faults::default());
         self.system.forget();
         self.drain(random)?;
         self.device.power_on();
+        self.system.power_on()?;
         self.reopen_device(random)?;
         let bytes = self.contents(random)?;
         self.oracle.power_cut(&bytes, &rotten)?;
@@ -399,6 +402,28 @@ impl<S: SystemUnderTest> Simulation<S> {
         let resumed = self.resume();
         drop(closed);
         resumed
+    }
+
+    /// One of several exports is changed, and the others go on.
+    fn change_exports(
+        &mut self,
+        change: ExportsChange,
+        random: &mut Random,
+    ) -> Result<(), Violation> {
+        if !self.system.begin_change(change, random) {
+            return Ok(());
+        }
+        self.device.answer();
+        for _ in 0..MAX_ITERATIONS {
+            if self.system.has_changed()? {
+                return Ok(());
+            }
+            if self.system.settle_others(&mut self.oracle)? == Health::Down {
+                return self.crash(random);
+            }
+            self.work(random)?;
+        }
+        Err(Violation::new(format!("never ends beside other exports: {change:?}")))
     }
 
     /// Runs until all clients were left. False if the system has failed meanwhile.
@@ -576,13 +601,15 @@ impl<S: SystemUnderTest> Simulation<S> {
     /// Reads and checks all content.
     fn check_all(&mut self, random: &mut Random) -> Result<(), Violation> {
         let began = self.oracle.now();
-        self.read_all(random, |simulation, pos, part| simulation.oracle.found(pos, part, began))
+        self.read_all(random, |simulation, pos, part| simulation.oracle.found(pos, part, began))?;
+        self.system.check()
     }
 
     /// Ends without checks, so that no request is in flight when the simulation is dropped. False
     /// if requests are still in flight.
     pub fn abort(&mut self) -> bool {
         let _ = self.device.cut_power();
+        self.system.cut_power();
         self.device.set_faults(Faults::default());
         self.system.forget();
         self.reader.is_none() && self.drain(&mut Random::new(0)).is_ok()

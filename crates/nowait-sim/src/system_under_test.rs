@@ -8,7 +8,7 @@ use nowait::sim::Random;
 use crate::image::Image;
 use crate::model::{Time, Violation};
 use crate::oracle::{InFlight, Oracle};
-use crate::scenario::{Action, Scenario};
+use crate::scenario::{Action, ExportsChange, Scenario};
 
 /// The state of a system after a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,6 +71,46 @@ pub trait SystemUnderTest: Sized {
     /// As for [`SystemUnderTest::open`].
     fn resume(&mut self, image: &Image, scenario: &Scenario) -> Result<(), Error> {
         self.reopen(image, scenario)
+    }
+
+    /// Begins to change one of several exports. Returns whether the system has several.
+    fn begin_change(&mut self, _change: ExportsChange, _random: &mut Random) -> bool {
+        false
+    }
+
+    /// Whether the change of an export has been made, and the requests of all others were answered.
+    ///
+    /// # Errors
+    /// A violation of the contract.
+    fn has_changed(&mut self) -> Result<bool, Violation> {
+        Ok(true)
+    }
+
+    /// All parts and the clients of all exports that are not paused make progress.
+    ///
+    /// # Errors
+    /// A violation of the contract.
+    fn settle_others(&mut self, oracle: &mut Oracle) -> Result<Health, Violation> {
+        self.settle(oracle)
+    }
+
+    /// The power of devices of its own fails, with that of the first one.
+    fn cut_power(&mut self) {}
+
+    /// It is on again, with no request in flight.
+    ///
+    /// # Errors
+    /// A device has lost what was durable.
+    fn power_on(&mut self) -> Result<(), Violation> {
+        Ok(())
+    }
+
+    /// Checks all content of devices of its own.
+    ///
+    /// # Errors
+    /// A violation of the contract.
+    fn check(&mut self) -> Result<(), Violation> {
+        Ok(())
     }
 
     /// Executes one action of part `part` of the system, or of a client.

@@ -13,6 +13,7 @@ use nowait::{BlockDevice, BlockMap, Config, Engine, Error, FD_TOKEN, Operation, 
 use crate::any_export::AnyExport;
 use crate::event_loop::EventLoop;
 use crate::event_loop::sim_change::SimChange;
+use crate::event_loop::sim_exports::Draining;
 use crate::export::Export;
 use crate::frontend::Frontend;
 use crate::nbd::connection::HandoffConnection;
@@ -48,7 +49,9 @@ fn event_loop<F: Frontend<SimQueue>>(
     let registered = context.shared.registry.default_export().ok_or(none)?;
     let engine = Engine::new(queue, workers, config)?;
     let frontend = frontend(&context);
-    Ok((EventLoop::new(&context, engine, frontend)?, registered))
+    let mut thread = EventLoop::new(&context, engine, frontend)?;
+    thread.context.exports.idle_time = Duration::MAX;
+    Ok((thread, registered))
 }
 
 impl<F: Frontend<SimQueue>> EventLoop<F, SimQueue> {
@@ -68,10 +71,13 @@ impl<F: Frontend<SimQueue>> EventLoop<F, SimQueue> {
     }
 }
 
-/// A thread of an NBD server on a simulated device.
+/// A thread of an NBD server on simulated devices.
 pub struct Simulated {
-    thread: EventLoop<NbdFrontend, SimQueue>,
+    pub(super) thread: EventLoop<NbdFrontend, SimQueue>,
+    /// The default export.
     export: Arc<RegisteredExport>,
+    /// Exports that are being paused.
+    pub(super) draining: Vec<Draining>,
 }
 
 impl Simulated {
@@ -86,7 +92,7 @@ impl Simulated {
         config: Config,
     ) -> Result<Self, Error> {
         let parts = event_loop(disk, workers, queue, config, ThreadContext::nbd_frontend)?;
-        Ok(Self { thread: parts.0, export: parts.1 })
+        Ok(Self { thread: parts.0, export: parts.1, draining: Vec::new() })
     }
 
     /// Adds a connection of which `near` is the server's end. Returns its name, or `None` at the
@@ -115,32 +121,41 @@ impl Simulated {
 
     /// Has the thread take no more requests and leave its connections.
     pub fn begin_pause(&mut self) {
-        self.export.begin_pause();
+        let exports = self.thread.shared.registry.all();
+        exports.iter().for_each(|export| _ = export.begin_pause());
         self.thread.review_exports();
     }
 
     /// Whether it has left all of them.
     #[must_use]
     pub fn has_paused(&self) -> bool {
-        self.export.wait_unused(Duration::ZERO) && self.in_flight() == 0
+        let exports = self.thread.shared.registry.all();
+        exports.iter().all(|export| export.wait_unused(Duration::ZERO)) && self.in_flight() == 0
     }
 
     /// What it has left.
     pub fn take_parked(&mut self) -> Vec<SimParked> {
-        let EventLoop { frontend, context, .. } = &mut self.thread;
+        let EventLoop { frontend, context, shared, .. } = &mut self.thread;
         // A real thread goes on with those that have not chosen an export.
         let others = frontend.take_all(context);
-        let paused = self.export.end_pause().connections;
-        paused.into_iter().chain(others).map(SimParked).collect()
+        let exports = shared.registry.all();
+        let paused = exports.iter().flat_map(|export| {
+            let name = export.export().name().to_owned();
+            let all = export.end_pause().connections.into_iter();
+            all.map(move |connection| SimParked { connection, export: name.clone() })
+        });
+        let unchosen = |connection| SimParked { connection, export: String::new() };
+        paused.chain(others.into_iter().map(unchosen)).collect()
     }
 
     /// Serves a connection that another thread has left. Returns its name, or `None` as
     /// [`Simulated::connect`].
     pub fn adopt(&mut self, parked: SimParked) -> Option<u64> {
         let permit = self.thread.shared.limit.take()?;
-        let is_client = matches!(parked.0.phase, Phase::Transmission(_));
-        let used = self.export.shared().begin_use().ok().filter(|_| is_client);
-        Some(self.add(HandoffConnection { permit, used, ..parked.0 }))
+        let is_client = matches!(parked.connection.phase, Phase::Transmission(_));
+        let export = self.registered(&parked.export).filter(|_| is_client);
+        let used = export.and_then(|export| export.shared().begin_use().ok());
+        Some(self.add(HandoffConnection { permit, used, ..parked.connection }))
     }
 
     /// Runs one iteration. With `waits`, and if nothing is pending, first lets time pass until
@@ -165,13 +180,17 @@ impl Simulated {
 }
 
 /// A connection between two threads.
-pub struct SimParked(HandoffConnection);
+pub struct SimParked {
+    connection: HandoffConnection,
+    /// The name of the export that its client has chosen.
+    export: String,
+}
 
 impl SimParked {
     /// Its name on the thread that has left it.
     #[must_use]
     pub fn name(&self) -> u64 {
-        self.0.permit.id()
+        self.connection.permit.id()
     }
 }
 

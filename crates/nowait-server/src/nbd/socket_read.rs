@@ -47,7 +47,9 @@ impl Connection {
         buffers: &mut ReadBuffers,
         context: &mut LoopContext<Q>,
     ) -> bool {
-        if self.session.input != ReadState::Open || !self.readable {
+        // The end of the input is read after the requests that wait for the export.
+        let waits = self.waits_for.is_some();
+        if self.session.input != ReadState::Open || !self.readable || waits {
             return false;
         }
         let received = match self.transport {

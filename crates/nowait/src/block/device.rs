@@ -324,6 +324,12 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
         let reached = all.map(|storage| match (storage.transfers(), storage.descriptor()) {
             (Some(transfers), _) => QueueFile::Transfers(transfers),
             (None, Some(file)) => QueueFile::Descriptor { file, cached },
+            #[cfg(feature = "sim")]
+            (None, None) => match storage.simulated() {
+                Some((device, file)) => QueueFile::Simulated(device, file),
+                None => QueueFile::Unreachable,
+            },
+            #[cfg(not(feature = "sim"))]
             (None, None) => QueueFile::Unreachable,
         });
         reached.collect()

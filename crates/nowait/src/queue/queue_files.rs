@@ -21,6 +21,9 @@ pub enum QueueFile<'a> {
     },
     /// The storage makes the transfers itself.
     Transfers(Arc<dyn AsyncTransfers>),
+    /// A file of a simulated device, which has this number there.
+    #[cfg(feature = "sim")]
+    Simulated(Arc<crate::sim::SimDevice>, u16),
     /// Only calls that may wait reach the storage; a queue of the kernel refuses it.
     Unreachable,
 }
@@ -33,9 +36,7 @@ impl<'a> QueueFile<'a> {
     pub(crate) fn descriptor(&self) -> Result<(BorrowedFd<'a>, bool), Error> {
         match self {
             Self::Descriptor { file, cached } => Ok((*file, *cached)),
-            Self::Transfers(_) | Self::Unreachable => {
-                Err(Error::new(libc::EOPNOTSUPP, Operation::SetUp))
-            }
+            _ => Err(Error::new(libc::EOPNOTSUPP, Operation::SetUp)),
         }
     }
 }

@@ -99,6 +99,12 @@ impl SimDevice {
         self.lock().faults = faults;
     }
 
+    /// The virtual time in nanoseconds. The devices of one queue have one clock.
+    #[must_use]
+    pub fn now(&self) -> u64 {
+        self.lock().now
+    }
+
     /// The number of operations so far, which is that of the latest one.
     #[must_use]
     pub fn operations(&self) -> u64 {
@@ -218,9 +224,17 @@ impl SimDevice {
     /// Advances the time a little, and swaps the completions of `queue` with `reports`, which is
     /// empty.
     pub(crate) fn drain(&self, queue: usize, reports: &mut Vec<Report>) {
+        let until = {
+            let state = &mut *self.lock();
+            let tick = state.options.latency / 8 + 1;
+            state.now + state.random.below(tick)
+        };
+        self.drain_at(until, queue, reports);
+    }
+
+    /// The same at the time `until`, unless it is later.
+    pub(crate) fn drain_at(&self, until: u64, queue: usize, reports: &mut Vec<Report>) {
         let mut state = self.lock();
-        let tick = state.options.latency / 8 + 1;
-        let until = state.now + state.random.below(tick);
         state.advance(until);
         if let Some(Some(ended)) = state.ended.get_mut(queue) {
             std::mem::swap(ended, reports);
@@ -235,15 +249,21 @@ impl SimDevice {
         matches!(self.lock().ended.get(queue), Some(Some(ended)) if !ended.is_empty())
     }
 
-    /// Advances the time until `queue` has a completion or no transfer is in flight.
-    pub(crate) fn wait(&self, queue: usize) {
-        let mut state = self.lock();
-        while matches!(state.ended.get(queue), Some(Some(ended)) if ended.is_empty())
-            && state.power != PowerState::Silent
-        {
-            let Some(due) = state.in_flight.peek().map(|flight| flight.due) else { return };
-            state.advance(due);
-        }
+    /// When the next step of a transfer is due; `None` if none is in flight, or the device is silent.
+    pub(crate) fn next_due(&self) -> Option<u64> {
+        let state = self.lock();
+        let next = state.in_flight.peek().filter(|_| state.power != PowerState::Silent);
+        next.map(|flight| flight.due)
+    }
+
+    /// Advances the time to `until`, unless it is later.
+    pub(crate) fn advance(&self, until: u64) {
+        self.lock().advance(until);
+    }
+
+    /// Notes an invalid request.
+    pub(crate) fn note_violation(&self, what: String) {
+        self.lock().violation(what);
     }
 
     /// Makes a call that may wait, and yields before and after it.

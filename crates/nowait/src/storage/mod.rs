@@ -152,6 +152,12 @@ pub trait Storage: Send + Sync {
         None
     }
 
+    /// The simulated device whose queues make the transfers, and the number of the file there.
+    #[cfg(feature = "sim")]
+    fn simulated(&self) -> Option<(Arc<crate::sim::SimDevice>, u16)> {
+        None
+    }
+
     /// The descriptor that claims a block device for this process alone (open(2), `O_EXCL`), if
     /// there is one.
     fn claim(&self) -> Option<BorrowedFd<'_>> {

@@ -230,6 +230,10 @@ impl Storage for SimStorage {
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         None
     }
+
+    fn simulated(&self) -> Option<(Arc<SimDevice>, u16)> {
+        Some((self.device.clone(), self.file))
+    }
 }
 
 #[cfg(test)]
