@@ -155,12 +155,16 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
     /// Makes the writes of exports durable that are not used any more, and detaches them.
     #[cold]
     fn leave_unused(&mut self, now: Instant) {
+        let mut waiting = Vec::new();
         while let Some(unused) = self.context.exports.next_unused(now) {
             match unused {
+                // A completion frees a slot, and an iteration follows it.
+                Unused::Flush(index) if self.context.engine.free_slots() == 0 => waiting.push(index),
                 Unused::Flush(index) => self.flush(index),
                 Unused::Detach(index) => self.detach(index),
             }
         }
+        self.context.exports.put_back(waiting);
     }
 
     /// Flushes an export that is not used any more. If that cannot begin, the export is detached, and its
@@ -170,15 +174,13 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         let Some(served) = exports.get_mut(index) else { return };
         let io = Request { op: Op::Flush, flags: Flags::NONE, range: ByteRange::new(0, 0) };
         let tag = OWN_MEMBER << 32 | slow.begin();
+        served.begin_flush();
         match engine.submit_no_data(&served.device, io, tag) {
-            Ok(()) => {
-                served.in_flight += 1;
-                exports.set_flushing(index, true);
-            }
+            Ok(()) => served.in_flight += 1,
             Err(rejected) => {
                 slow.undo();
                 served.export.note_fault(io, rejected.error.errno());
-                exports.set_flushing(index, false);
+                exports.end_flush(index);
             }
         }
     }
@@ -471,7 +473,7 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
             let (member, key) = ((tag >> 32) as usize, (tag & KEY_MASK) as u32);
             self.count(&completion, member);
             if member as u64 == OWN_MEMBER {
-                self.context.exports.set_flushing(completion.device, false);
+                self.context.exports.end_flush(completion.device);
                 continue;
             }
             self.frontend.complete(&mut self.context, member, key, completion);

@@ -58,6 +58,11 @@ impl ServedExport {
         self.statistics.publish(&self.mechanisms_before, &stats, self.in_flight);
     }
 
+    /// The flush begins after which it is detached.
+    pub(crate) fn begin_flush(&mut self) {
+        self.stage = Stage::Flushing;
+    }
+
     fn is_idle(&self) -> bool {
         self.members == 0 && self.in_flight == 0
     }
@@ -129,9 +134,7 @@ impl ServedExports {
         };
         if let Some(served) = self.get_mut(index) {
             served.members += 1;
-            if served.stage != Stage::Flushing {
-                served.stage = Stage::Used;
-            }
+            served.stage = Stage::Used;
             self.used += usize::from(served.members == 1);
         }
         Ok(index)
@@ -208,17 +211,19 @@ impl ServedExports {
         }
     }
 
-    /// The flush of an export that is not used any more was submitted, or has ended.
-    pub(crate) fn set_flushing(&mut self, index: u32, is_flushing: bool) {
+    /// The flush of an export that is not used any more has ended, or could not begin.
+    pub(crate) fn end_flush(&mut self, index: u32) {
         let Some(served) = self.get_mut(index) else { return };
-        served.stage = match (is_flushing, served.members) {
-            (true, _) => Stage::Flushing,
-            (false, 0) => Stage::Flushed,
-            (false, _) => Stage::Used,
-        };
-        if !is_flushing {
-            self.left.push(index);
+        // Otherwise a member came meanwhile, whose writes it does not cover.
+        if served.stage == Stage::Flushing {
+            served.stage = Stage::Flushed;
         }
+        self.left.push(index);
+    }
+
+    /// Has exports looked at again later that could not be flushed.
+    pub(crate) fn put_back(&mut self, waiting: Vec<u32>) {
+        self.left.extend(waiting);
     }
 
     /// Has all that are not used looked at: some are paused or removed.
@@ -244,6 +249,7 @@ impl ServedExports {
 
     /// The next export that is to be flushed or detached.
     pub(crate) fn next_unused(&mut self, now: Instant) -> Option<Unused> {
+        let idle_time = self.idle_time;
         while let Some(index) = self.left.pop() {
             let Some(served) = self.get_mut(index).filter(|served| served.is_idle()) else {
                 continue;
@@ -252,7 +258,11 @@ impl ServedExports {
             if served.is_pausing || served.stage == Stage::Flushed {
                 return Some(Unused::Detach(index));
             }
-            if served.shared.is_removed() {
+            let is_due = match served.stage {
+                Stage::Idle(since) => now.saturating_duration_since(since) >= idle_time,
+                _ => false,
+            };
+            if served.shared.is_removed() || is_due {
                 return Some(served.unused(index));
             }
             if served.stage == Stage::Used {
