@@ -159,7 +159,9 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         while let Some(unused) = self.context.exports.next_unused(now) {
             match unused {
                 // A completion frees a slot, and an iteration follows it.
-                Unused::Flush(index) if self.context.engine.free_slots() == 0 => waiting.push(index),
+                Unused::Flush(index) if self.context.engine.free_slots() == 0 => {
+                    waiting.push(index)
+                }
                 Unused::Flush(index) => self.flush(index),
                 Unused::Detach(index) => self.detach(index),
             }

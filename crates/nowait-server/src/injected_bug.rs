@@ -33,12 +33,16 @@ pub enum ServerBug {
     LoseParkedInput,
     /// A queue of a virtual machine that stops says that it has taken one request more.
     SkipAtStop,
+    /// A thread finds a detached export under the index that it had, which another one has now.
+    ReuseIndex,
+    /// A paused export counts as drained although a request is in flight.
+    DrainWithRequest,
 }
 
 #[cfg(feature = "sim")]
 impl ServerBug {
     /// All of them.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 14] = [
         Self::ReplyFromOldBuffer,
         Self::ReplyTwice,
         Self::LoseAtDisconnect,
@@ -51,6 +55,8 @@ impl ServerBug {
         Self::IgnoreProtection,
         Self::LoseParkedInput,
         Self::SkipAtStop,
+        Self::ReuseIndex,
+        Self::DrainWithRequest,
     ];
 }
 

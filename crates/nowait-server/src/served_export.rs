@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use nowait::{BlockMap, DeviceHandle, Engine, Error, IoQueue};
 
 use crate::export::{Export, ExportId};
+use crate::injected_bug::{ServerBug, injected};
 use crate::shared_export::SharedExport;
 use crate::statistics::{MechanismCounts, ThreadStatistics};
 use crate::throttle::ExportThrottle;
@@ -64,7 +65,8 @@ impl ServedExport {
     }
 
     fn is_idle(&self) -> bool {
-        self.members == 0 && self.in_flight == 0
+        let drained = self.in_flight == 0 || injected(ServerBug::DrainWithRequest);
+        self.members == 0 && drained
     }
 }
 
@@ -286,7 +288,9 @@ impl ServedExports {
         let Some(served) = self.by_index.get_mut(index as usize).and_then(Option::take) else {
             return;
         };
-        self.by_id.remove(&served.shared.id);
+        if !injected(ServerBug::ReuseIndex) {
+            self.by_id.remove(&served.shared.id);
+        }
         served.publish(engine);
         // It cannot fail: the device is one of this engine.
         let _ = engine.detach(&served.device);

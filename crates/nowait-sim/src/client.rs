@@ -74,12 +74,7 @@ pub struct Client {
 impl Client {
     /// A client at `socket`, which chooses the export of that name.
     #[must_use]
-    pub fn new(
-        socket: ClientEnd,
-        owner: (usize, u64),
-        export: &str,
-        random: &mut Random,
-    ) -> Self {
+    pub fn new(socket: ClientEnd, owner: (usize, u64), export: &str, random: &mut Random) -> Self {
         let all = [ReplyMode::Simple, ReplyMode::Structured, ReplyMode::Extended];
         let mode = random.pick(&all).unwrap_or(ReplyMode::Simple);
         let mut client = Self {

@@ -3,8 +3,8 @@
 //! Invariant: a request of a disconnected client may still be executed until the server has closed
 //! its connection.
 
-use nowait::sim::{Random, connection};
 use nowait::Error;
+use nowait::sim::{Random, connection};
 use nowait_server::Simulated;
 
 use crate::client::Client;

@@ -25,8 +25,8 @@ enum Changing {
     Pausing(usize),
     /// It is paused, and the requests of the others have to be answered.
     Paused,
-    /// The clients of a neighbour have left.
-    Leaving(usize),
+    /// The clients of a neighbour have left; it is paused then, or not.
+    Leaving(usize, bool),
     /// A neighbour is removed.
     Removing(usize),
 }
@@ -134,11 +134,7 @@ impl SystemUnderTest for Server {
                 return false;
             }
             ExportsChange::Pause => {
-                let export = random.below(1 + count) as usize;
-                let name = self.name(export).to_owned();
-                self.threads.iter_mut().for_each(|thread| thread.begin_pause_of(&name));
-                self.paused = Some(export);
-                self.changing = Changing::Pausing(export);
+                self.begin_pause_of(random.below(1 + count) as usize);
             }
             ExportsChange::Idle | ExportsChange::Remove if self.paused == Some(place + 1) => {
                 return false;
@@ -146,7 +142,7 @@ impl SystemUnderTest for Server {
             ExportsChange::Remove if self.removes => self.begin_removal(place),
             ExportsChange::Idle | ExportsChange::Remove => {
                 self.neighbours.get_mut(place).into_iter().for_each(|it| it.clients.leave());
-                self.changing = Changing::Leaving(place);
+                self.changing = Changing::Leaving(place, random.below(2) == 0);
             }
         }
         true
@@ -164,12 +160,20 @@ impl SystemUnderTest for Server {
             Changing::Paused => {
                 let first = self.paused == Some(0) || self.clients.is_idle();
                 let others = self.neighbours.iter().zip(1..);
-                first
-                    && others
-                        .into_iter()
-                        .all(|(it, export)| self.paused == Some(export) || it.clients.is_idle())
+                let mut others = others.filter(|(_, export)| self.paused != Some(*export));
+                first && others.all(|(neighbour, _)| neighbour.clients.is_idle())
             }
-            Changing::Leaving(place) => self.have_left(place) && self.pass_idle_time(),
+            Changing::Leaving(place, pauses) if self.have_left(place) => {
+                self.threads.iter_mut().for_each(Simulated::pass_idle_time);
+                self.flushes = true;
+                let pauses = pauses && self.paused.is_none();
+                if pauses {
+                    // With its flush in flight.
+                    self.begin_pause_of(place + 1);
+                }
+                !pauses
+            }
+            Changing::Leaving(..) => false,
             Changing::Removing(place) => self.is_removed(place) && self.add_again(place)?,
         };
         if is_over {
@@ -394,10 +398,11 @@ impl Server {
         })
     }
 
-    fn pass_idle_time(&mut self) -> bool {
-        self.threads.iter_mut().for_each(Simulated::pass_idle_time);
-        self.flushes = true;
-        true
+    fn begin_pause_of(&mut self, export: usize) {
+        let name = self.name(export).to_owned();
+        self.threads.iter_mut().for_each(|thread| thread.begin_pause_of(&name));
+        self.paused = Some(export);
+        self.changing = Changing::Pausing(export);
     }
 
     fn begin_removal(&mut self, place: usize) {

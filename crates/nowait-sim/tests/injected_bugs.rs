@@ -38,6 +38,10 @@ fn seeds(bug: InjectedBug) -> impl Iterator<Item = u64> {
             InjectedBug::Server(ServerBug::LoseParkedInput) => {
                 Scenario::of(Mode::Server, seed).has_pauses()
             }
+            InjectedBug::Engine(EngineBug::CompleteElsewhere)
+            | InjectedBug::Server(ServerBug::ReuseIndex | ServerBug::DrainWithRequest) => {
+                Scenario::of(Mode::Server, seed).has_neighbours()
+            }
             InjectedBug::Server(ServerBug::SkipAtStop) => {
                 Scenario::of(Mode::VhostUser, seed).has_pauses()
             }
@@ -58,6 +62,7 @@ fn fails_merged(scenario: &Scenario) -> bool {
 /// the allocator may detect them first.
 fn fails(bug: InjectedBug, seed: u64) -> bool {
     let mode = match bug {
+        InjectedBug::Engine(EngineBug::CompleteElsewhere) => Mode::Server,
         InjectedBug::Engine(_) | InjectedBug::Image(_) => Mode::Engine,
         InjectedBug::Server(
             ServerBug::ForgetInFlight
@@ -220,6 +225,21 @@ fn a_change_of_a_read_only_export_is_found() {
 #[test]
 fn input_that_is_lost_when_connections_leave_their_threads_is_found() {
     is_found(InjectedBug::Server(ServerBug::LoseParkedInput));
+}
+
+#[test]
+fn a_client_that_reaches_the_export_that_has_the_index_of_its_own_now_is_found() {
+    is_found(InjectedBug::Server(ServerBug::ReuseIndex));
+}
+
+#[test]
+fn a_completion_that_is_given_to_another_device_is_found() {
+    is_found(InjectedBug::Engine(EngineBug::CompleteElsewhere));
+}
+
+#[test]
+fn an_export_that_is_paused_with_a_request_in_flight_is_found() {
+    is_found(InjectedBug::Server(ServerBug::DrainWithRequest));
 }
 
 /// Whether a bug of the storage of an export is found, in this process: it touches no memory that is

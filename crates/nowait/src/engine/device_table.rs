@@ -14,6 +14,7 @@ use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
 use crate::engine::attached_device::AttachedDevice;
 use crate::engine::completion::Stats;
+use crate::sim_hooks::injected_bug::{EngineBug, injected};
 use crate::types::config::Config;
 use crate::types::error::Error;
 
@@ -96,6 +97,16 @@ impl<M: BlockMap + ?Sized> DeviceTable<M> {
             }
             false
         });
+    }
+
+    /// The device that a completion of a request of `device` names.
+    #[inline(always)]
+    pub(crate) fn completed(&self, device: u32) -> u32 {
+        if injected(EngineBug::CompleteElsewhere) {
+            let mut others = self.iter().map(|other| other.index());
+            return others.find(|other| *other != device).unwrap_or(device);
+        }
+        device
     }
 
     /// All devices of the table.

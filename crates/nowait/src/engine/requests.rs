@@ -381,7 +381,7 @@ impl<M: BlockMap + ?Sized> Requests<M> {
         let Request { op, flags, range } = request.io;
         Some(Completion {
             tag: request.tag,
-            device: request.device(),
+            device: self.devices.completed(request.device()),
             io: Request { op, flags, range },
             buf,
             result: request.result,

@@ -19,18 +19,21 @@ pub enum EngineBug {
     ForgetRangeLock,
     /// The requests of a merged transfer that failed or was short are answered as done.
     AnswerUnmovedNeighbours,
+    /// A completion names another device than that of its request.
+    CompleteElsewhere,
 }
 
 #[cfg(feature = "sim")]
 impl EngineBug {
     /// Every bug.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::DropFlush,
         Self::CompleteBeforeData,
         Self::FreeSlotTwice,
         Self::ReplyFromStaleBuffer,
         Self::ForgetRangeLock,
         Self::AnswerUnmovedNeighbours,
+        Self::CompleteElsewhere,
     ];
 }
 
