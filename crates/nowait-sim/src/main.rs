@@ -55,9 +55,10 @@ struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: Option<u16>,
     /// Makes a mistake on purpose. In the engine: drop-flush, complete-before-data,
-    /// free-slot-twice, reply-from-stale-buffer, forget-range-lock, answer-unmoved-neighbours. In the server:
-    /// reply-from-old-buffer, reply-twice, lose-at-disconnect, trust-reports, forget-held,
-    /// ignore-protection, lose-parked-input; with a virtual machine:
+    /// free-slot-twice, reply-from-stale-buffer, forget-range-lock, answer-unmoved-neighbours; with
+    /// several exports: complete-elsewhere. In the server: reply-from-old-buffer, reply-twice, lose-at-disconnect, trust-reports, forget-held,
+    /// ignore-protection, lose-parked-input; with several exports: reuse-index, drain-with-request; with a
+    /// virtual machine:
     /// forget-in-flight, repeat-told, tell-before-data; with a block device: commit-before-data. In a qcow2 image:
     /// forget-tail, read-below-elsewhere, forget-order, forget-given-back, cut-too-short,
     /// forget-to-grow, forget-failure, flush-beside-another, forget-overlap-check. In a remote storage:

@@ -27,6 +27,8 @@ pub struct Neighbour {
     pub clients: Clients,
     device: Arc<SimDevice>,
     image: Image,
+    /// Threads that are gone, or were paused, may have left writes that are not durable.
+    pub keeps_writes: bool,
     /// Garbage that the last power cut has left.
     rotten: Vec<ByteRange>,
 }
@@ -47,7 +49,7 @@ impl Neighbour {
         device.set_faults(scenario.faults);
         let oracle = Oracle::new(&scenario, &device, &bytes);
         let (clients, rotten) = (Clients::new(&name), Vec::new());
-        Ok(Self { name, scenario, oracle, clients, device, image, rotten })
+        Ok(Self { name, scenario, oracle, clients, device, image, keeps_writes: false, rotten })
     }
 
     /// Opens its disk again, with no request in flight.
@@ -101,11 +103,15 @@ impl Neighbour {
         self.violations()
     }
 
-    /// Ends with the export: all that was answered is durable.
+    /// The export was removed: all that was answered is durable, without a flush by its owner if the threads
+    /// have served it from its begin.
     ///
     /// # Errors
-    /// A flush had failed before.
+    /// A flush has failed.
     pub fn removed(&mut self) -> Result<(), Violation> {
+        if std::mem::take(&mut self.keeps_writes) {
+            self.image.flush().map_err(|error| self.wrong(&error))?;
+        }
         let now = self.oracle.now();
         self.oracle.closed(now)
     }

@@ -3,6 +3,9 @@
 //! Invariant: a step depends only on the seed and its own number, not on previous steps: steps can
 //! be removed from a run without changing the others.
 
+#[cfg(test)]
+mod tests;
+
 use nowait::sim::{Fault, Faults, Random, SimOptions};
 use nowait::{Alignment, ByteRange, Config, Direct, Flags, Op};
 use nowait_server::SimChange;
@@ -586,63 +589,5 @@ fn config(random: &mut Random) -> Config {
         // allocated separately.
         buffer_bytes: if random.below(16) == 0 { 4 << 20 } else { 512 << 10 },
         ..base
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_same_seed_and_number_give_the_same_step() {
-        let (one, other) = (Scenario::of(Mode::Engine, 9), Scenario::of(Mode::Engine, 9));
-        assert!((0..1000).all(|n| one.step(n).action == other.step(n).action));
-        assert!(
-            (0..1000).any(|n| one.step(n).action != Scenario::of(Mode::Engine, 10).step(n).action)
-        );
-    }
-
-    #[test]
-    fn each_kind_of_fault_occurs_in_some_seeds_of_each_mode_and_in_others_none() {
-        for mode in Mode::ON_DEVICES {
-            let all = (0..200).map(|seed| Scenario::of(mode, seed).faults);
-            let kinds = all.map(|it| {
-                let Faults { errors, flush_errors, shorts, refusals, interrupts, .. } = it;
-                let rest = [it.full, it.submit_errors, it.rot];
-                [errors, flush_errors, shorts, refusals, interrupts].into_iter().chain(rest)
-            });
-            let kinds: Vec<Vec<u16>> = kinds.map(Iterator::collect).collect();
-            assert!((0..8).all(|kind| kinds.iter().any(|it| it[kind] > 0)), "{mode:?}");
-            assert!(kinds.iter().any(|it| it.iter().all(|&often| often == 0)), "{mode:?}");
-        }
-    }
-
-    #[test]
-    fn some_disks_of_each_mode_are_qcow2_images_of_whole_sectors() {
-        for mode in Mode::ON_DEVICES {
-            let all = (0..200).map(|seed| Scenario::of(mode, seed));
-            let images: Vec<_> = all.filter(|scenario| scenario.qcow2.is_some()).collect();
-            assert!((10..50).contains(&images.len()), "{mode:?}: {}", images.len());
-            assert!(images.iter().all(|image| image.device.bytes.is_multiple_of(512)));
-            let files = images.iter().filter(|image| image.device.grows).count();
-            assert!((5..25).contains(&files), "{mode:?}: {files} in files");
-            let damaged = images.iter().filter(|image| image.damages > 0).count();
-            assert!((2..25).contains(&damaged), "{mode:?}: {damaged} damaged");
-        }
-    }
-
-    #[test]
-    fn requests_are_whole_cells_but_for_the_last() {
-        for seed in 0..50 {
-            let scenario = Scenario::of(Mode::of(seed), seed);
-            for n in 0..2000 {
-                let Action::Ask(request) = scenario.step(n).action else { continue };
-                let ByteRange { pos, len } = request.range;
-                assert!(pos.is_multiple_of(scenario.grain) && len > 0);
-                let to_end = pos + len == scenario.device.bytes;
-                assert!(len.is_multiple_of(scenario.grain) || to_end, "{request:?}");
-                assert!(len <= MAX_REQUEST_BYTES.max(scenario.grain));
-            }
-        }
     }
 }

@@ -88,6 +88,7 @@ impl SystemUnderTest for Server {
         self.changing = Changing::Nothing;
         for neighbour in &mut self.neighbours {
             neighbour.clients.clear();
+            neighbour.keeps_writes = true;
             neighbour.reopen()?;
         }
         self.threads = threads(image, scenario, &self.neighbours)?;
@@ -401,6 +402,7 @@ impl Server {
     fn begin_pause_of(&mut self, export: usize) {
         let name = self.name(export).to_owned();
         self.threads.iter_mut().for_each(|thread| thread.begin_pause_of(&name));
+        self.neighbours.iter_mut().for_each(|neighbour| neighbour.keeps_writes = true);
         self.paused = Some(export);
         self.changing = Changing::Pausing(export);
     }
