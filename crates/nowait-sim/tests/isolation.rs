@@ -50,8 +50,12 @@ impl Side {
     }
 
     fn read(&mut self, client: usize, pos: u64, random: &mut Random) {
+        self.ask(client, Op::Read, pos, random);
+    }
+
+    fn ask(&mut self, client: usize, op: Op, pos: u64, random: &mut Random) {
         let range = ByteRange::new(pos % BYTES, BLOCK);
-        let spec = RequestSpec { op: Op::Read, flags: Flags::NONE, range, segments: 0 };
+        let spec = RequestSpec { op, flags: Flags::NONE, range, segments: 0 };
         self.clients.ask(client, (&mut [], 0), spec, &mut self.oracle, random).unwrap();
     }
 
@@ -122,6 +126,14 @@ impl Scene {
     }
 }
 
+impl Drop for Scene {
+    /// An engine waits for its requests in flight.
+    fn drop(&mut self) {
+        self.measured.device.answer();
+        self.other.device.answer();
+    }
+}
+
 /// Measures beside another export that has the faults, the latency and the load of a test, and without
 /// its load.
 fn assert_isolated(latency: u64, (clients, depth): (usize, u64), spoil: impl Fn(&SimDevice)) {
@@ -158,4 +170,34 @@ fn an_export_that_fails_each_request_does_not_slow_another_one_down() {
 #[test]
 fn a_client_that_floods_its_export_does_not_slow_another_one_down() {
     assert_isolated(LATENCY, (1, 24), |_| ());
+}
+
+#[test]
+fn a_removed_export_is_flushed_although_no_slot_was_free_when_its_client_left() {
+    let mut scene = Scene::new(LATENCY, 1);
+    for n in 0..8 {
+        scene.other.ask(0, Op::Write, n * BLOCK, &mut scene.random);
+    }
+    (0..MAX_ITERATIONS).for_each(|_| scene.iterate());
+    assert!(scene.other.clients.is_idle());
+    scene.other.clients.leave();
+    (0..MAX_ITERATIONS).for_each(|_| scene.iterate());
+    // The other export is not used any more: this one may have all slots.
+    scene.measured.device.fall_silent();
+    (0..24).for_each(|n| scene.measured.read(0, n * BLOCK, &mut scene.random));
+    (0..MAX_ITERATIONS).for_each(|_| scene.iterate());
+    assert_eq!(scene.thread[0].in_flight(), SLOTS as usize);
+    scene.thread[0].remove_export("other").unwrap();
+    (0..MAX_ITERATIONS).for_each(|_| scene.iterate());
+    assert!(scene.thread[0].has_export("other"), "it was removed without a flush");
+    scene.measured.device.answer();
+    (0..MAX_ITERATIONS).for_each(|_| scene.iterate());
+    assert!(!scene.thread[0].has_export("other"));
+    let Side { oracle, device, .. } = &mut scene.other;
+    let now = oracle.now();
+    oracle.closed(now).unwrap();
+    let rotten = device.cut_power();
+    let mut bytes = vec![0; BYTES as usize];
+    device.peek(0, 0, &mut bytes);
+    oracle.power_cut(&bytes, &rotten).unwrap();
 }

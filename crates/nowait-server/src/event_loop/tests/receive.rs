@@ -223,3 +223,26 @@ fn a_connection_that_is_blocked_or_not_readable_is_not_read() {
     bench.connection(0).readable = false;
     assert_eq!(bench.thread.service(0), 0);
 }
+
+#[test]
+fn c41_requests_that_wait_for_a_paused_export_are_answered_although_their_client_sends_no_more() {
+    let mut bench = Bench::new(1);
+    let export = registered(&bench.thread);
+    assert!(export.begin_pause());
+    let id = export.id;
+    let connection = bench.connection(0);
+    connection.waits_for = Some(id);
+    connection.session.unparsed = read(BLOCK);
+    bench.clients[0].shutdown(std::net::Shutdown::Write).unwrap();
+    bench.connection(0).readable = true;
+    bench.thread.service(0);
+    let waiting = export.end_pause().connections;
+    assert_eq!(waiting.len(), 1, "it was closed");
+    for connection in waiting {
+        bench.thread.shared.serve_client(&export, connection);
+    }
+    bench.thread.wake_up();
+    bench.settle();
+    assert_eq!(bench.received(0).len(), REPLY + BLOCK);
+    assert!(bench.thread.frontend.connections.is_empty());
+}
