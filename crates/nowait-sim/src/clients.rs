@@ -48,7 +48,7 @@ impl Clients {
 
     /// The number of connected clients.
     #[must_use]
-    pub fn len(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.clients.len()
     }
 

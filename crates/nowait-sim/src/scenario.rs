@@ -276,7 +276,7 @@ impl Scenario {
         scenario.draw_operator(&mut random);
         if mode == Mode::Server {
             // Numbers of their own: all other seeds mean what they meant before.
-            let mut random = Random::part(seed, u64::MAX - 4);
+            let mut random = Random::part(seed, u64::MAX - 30);
             scenario.neighbours = random.pick(&[0, 0, 0, 0, 1, 2]).unwrap_or(0);
         }
         scenario

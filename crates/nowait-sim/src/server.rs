@@ -221,7 +221,7 @@ impl SystemUnderTest for Server {
         oracle: &mut Oracle,
         random: &mut Random,
     ) -> Result<Health, Violation> {
-        let first = random.below(self.clients.len() as u64) as usize;
+        let first = random.below(self.clients.count() as u64) as usize;
         match action {
             Action::Change(change) => {
                 self.threads.iter_mut().for_each(|thread| thread.change(change));
@@ -358,7 +358,7 @@ impl Server {
             Action::Ask(_) => Action::Ask(scenario.request(random)),
             action => action,
         };
-        let index = random.below(clients.len() as u64) as usize;
+        let index = random.below(clients.count() as u64) as usize;
         act_as_client((clients, index), action, (&mut self.threads, part), oracle, random)
             .map_err(|wrong| neighbour.wrong(&wrong))
     }

@@ -114,7 +114,7 @@ impl Scene {
             self.measured.read(0, n * BLOCK, &mut self.random);
             let mut iterations = 0;
             while !self.measured.clients.is_idle() {
-                for client in 0..self.other.clients.len() {
+                for client in 0..self.other.clients.count() {
                     (0..depth).for_each(|n| self.other.read(client, n * BLOCK, &mut self.random));
                 }
                 self.iterate();
