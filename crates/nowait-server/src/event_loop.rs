@@ -487,9 +487,8 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
     fn count(&mut self, completion: &Completion, member: usize) {
         let (tag, io) = (completion.tag, completion.io);
         let LoopContext { exports, slow, sampler, .. } = &mut self.context;
-        exports.on_completed(completion.device);
         let slow_for = slow.end(tag);
-        let Some(served) = exports.get(completion.device) else { return };
+        let Some(served) = exports.on_completed(completion.device) else { return };
         if let Some(time) = slow_for {
             served.export.note_slow(io, time);
         }

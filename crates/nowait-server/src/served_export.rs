@@ -72,7 +72,7 @@ impl ServedExport {
 
 /// The exports that a thread serves, by the index of the device in its engine.
 pub(crate) struct ServedExports {
-    by_index: Vec<Option<ServedExport>>,
+    by_index: Vec<Option<Box<ServedExport>>>,
     by_id: HashMap<ExportId, u32>,
     /// Exports without members and requests, to be looked at.
     left: Vec<u32>,
@@ -100,24 +100,24 @@ impl ServedExports {
     /// An export that the thread serves.
     #[inline]
     pub(crate) fn get(&self, index: u32) -> Option<&ServedExport> {
-        self.by_index.get(index as usize)?.as_ref()
+        self.by_index.get(index as usize)?.as_deref()
     }
 
     /// The same, to be changed.
     #[inline]
     pub(crate) fn get_mut(&mut self, index: u32) -> Option<&mut ServedExport> {
-        self.by_index.get_mut(index as usize)?.as_mut()
+        self.by_index.get_mut(index as usize)?.as_deref_mut()
     }
 
     /// All of them with their indexes.
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut ServedExport)> {
         let all = self.by_index.iter_mut().zip(0..);
-        all.filter_map(|(export, index)| Some((index, export.as_mut()?)))
+        all.filter_map(|(export, index)| Some((index, export.as_deref_mut()?)))
     }
 
     /// All of them.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &ServedExport> {
-        self.by_index.iter().flatten()
+        self.by_index.iter().flatten().map(|served| &**served)
     }
 
     /// Counts a member that uses `shared`, whose device is attached to `engine` if it is not yet. Returns
@@ -172,7 +172,7 @@ impl ServedExports {
         let room = self.by_index.len().max(index as usize + 1);
         self.by_index.resize_with(room, || None);
         if let Some(entry) = self.by_index.get_mut(index as usize) {
-            *entry = Some(served);
+            *entry = Some(Box::new(served));
         }
         self.by_id.insert(shared.id, index);
         Ok(index)
@@ -204,13 +204,13 @@ impl ServedExports {
 
     /// A request of the export has completed.
     #[inline]
-    pub(crate) fn on_completed(&mut self, index: u32) {
-        if let Some(served) = self.get_mut(index) {
-            served.in_flight -= 1;
-            if served.in_flight == 0 && served.members == 0 {
-                self.left.push(index);
-            }
+    pub(crate) fn on_completed(&mut self, index: u32) -> Option<&ServedExport> {
+        let served = self.by_index.get_mut(index as usize)?.as_deref_mut()?;
+        served.in_flight -= 1;
+        if served.is_idle() {
+            self.left.push(index);
         }
+        Some(served)
     }
 
     /// The flush of an export that is not used any more has ended, or could not begin.
@@ -232,7 +232,7 @@ impl ServedExports {
     pub(crate) fn look_again(&mut self) {
         let unused = self.by_index.iter().zip(0..);
         let unused =
-            unused.filter(|(export, _)| export.as_ref().is_some_and(ServedExport::is_idle));
+            unused.filter(|(export, _)| export.as_ref().is_some_and(|served| served.is_idle()));
         self.left.extend(unused.map(|(_, index)| index));
     }
 
@@ -294,7 +294,7 @@ impl ServedExports {
         served.publish(engine);
         // It cannot fail: the device is one of this engine.
         let _ = engine.detach(&served.device);
-        let ServedExport { shared, export, device, statistics, .. } = served;
+        let ServedExport { shared, export, device, statistics, .. } = *served;
         drop((export, device, statistics));
         shared.on_detached();
     }
