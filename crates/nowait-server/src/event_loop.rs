@@ -146,6 +146,7 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         if has_new_limits {
             throttle.on_change();
         }
+        throttle.has_limits = exports.iter().any(|served| served.throttle.is_on());
         exports.look_again();
         for index in changed {
             self.frontend.change_pause(&mut self.context, index);
@@ -396,9 +397,7 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
     fn service(&mut self, member: usize) -> u64 {
         let Some(state) = self.frontend.member(member) else { return 0 };
         state.scheduled = false;
-        let served = self.context.exports.get(state.export);
-        if served.is_some_and(|served| served.throttle.is_on()) && self.frontend.is_limited(member)
-        {
+        if self.context.throttle.has_limits && self.is_limited(member) {
             return self.service_limited(member);
         }
         let Some(state) = self.frontend.member(member) else { return 0 };
@@ -408,6 +407,13 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
             self.wake_blocked();
         }
         moved
+    }
+
+    /// Whether limits hold for a member.
+    fn is_limited(&mut self, member: usize) -> bool {
+        let export = self.frontend.member(member).map_or(NO_EXPORT, |state| state.export);
+        let served = self.context.exports.get(export);
+        served.is_some_and(|served| served.throttle.is_on()) && self.frontend.is_limited(member)
     }
 
     /// The same for a member under limits.

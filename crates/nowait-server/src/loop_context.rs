@@ -164,6 +164,8 @@ impl<Q: IoQueue> LoopContext<Q> {
     /// As [`Engine::attach`].
     pub(crate) fn use_export(&mut self, member: &mut Member, used: ExportUse) -> Result<(), Error> {
         member.export = self.exports.add_member(&mut self.engine, used.export())?;
+        let served = self.exports.get(member.export);
+        self.throttle.has_limits |= served.is_some_and(|served| served.throttle.is_on());
         member.used = Some(used);
         Ok(())
     }

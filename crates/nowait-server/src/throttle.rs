@@ -91,6 +91,8 @@ pub(crate) struct Throttle {
     waiting: BinaryHeap<Reverse<(Instant, usize)>>,
     /// Limits have changed: all that wait are looked at again.
     has_changed: bool,
+    /// An export of the thread has limits.
+    pub(crate) has_limits: bool,
     /// How many times members were released together.
     pub(crate) round: u64,
 }
