@@ -274,11 +274,7 @@ impl Scenario {
         }
         scenario.config.allocate_ahead = random.below(8) > 0;
         scenario.draw_operator(&mut random);
-        if mode == Mode::Server {
-            // Numbers of their own: all other seeds mean what they meant before.
-            let mut random = Random::part(seed, u64::MAX - 30);
-            scenario.neighbours = random.pick(&[0, 0, 0, 0, 1, 2]).unwrap_or(0);
-        }
+        scenario.neighbours = if mode == Mode::Server { neighbours(seed) } else { 0 };
         scenario
     }
 
@@ -547,6 +543,13 @@ fn change(random: &mut Random) -> SimChange {
         5..7 => SimChange::Protect,
         _ => SimChange::Unprotect,
     }
+}
+
+/// The number of neighbours of a server's export. Their random numbers are their own, so that all else of
+/// a seed means what it meant before.
+fn neighbours(seed: u64) -> u64 {
+    let mut random = Random::part(seed, u64::MAX - 30);
+    random.pick(&[0, 0, 0, 0, 1, 2]).unwrap_or(0)
 }
 
 fn faults(random: &mut Random) -> Faults {

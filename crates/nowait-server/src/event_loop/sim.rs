@@ -13,9 +13,9 @@ use nowait::{BlockDevice, BlockMap, Config, Engine, Error, FD_TOKEN, Operation, 
 use crate::any_export::AnyExport;
 use crate::event_loop::EventLoop;
 use crate::event_loop::sim_change::SimChange;
-use crate::event_loop::sim_exports::Draining;
 use crate::export::Export;
 use crate::frontend::Frontend;
+use crate::loop_context::DiskHandle;
 use crate::nbd::connection::HandoffConnection;
 use crate::nbd::handshake::TlsState;
 use crate::nbd::nbd_frontend::NbdFrontend;
@@ -69,6 +69,12 @@ impl<F: Frontend<SimQueue>> EventLoop<F, SimQueue> {
         }
         self.run_once()
     }
+}
+
+/// An export that is being paused, as the engine of the thread knows it.
+pub(super) struct Draining {
+    pub(super) name: String,
+    pub(super) device: DiskHandle,
 }
 
 /// A thread of an NBD server on simulated devices.

@@ -12,17 +12,11 @@ use nowait::{BlockDevice, BlockMap, Error, Operation};
 
 use crate::any_export::AnyExport;
 use crate::event_loop::EventLoop;
-use crate::event_loop::sim::Simulated;
+use crate::event_loop::sim::{Draining, Simulated};
 use crate::export::Export;
 use crate::frontend::Frontend;
-use crate::loop_context::{DiskHandle, LoopContext};
+use crate::loop_context::LoopContext;
 use crate::registered_export::RegisteredExport;
-
-/// An export that is being paused, as the engine of the thread knows it.
-pub(super) struct Draining {
-    name: String,
-    device: DiskHandle,
-}
 
 fn export_of(name: &str, disk: Arc<BlockDevice<dyn BlockMap>>) -> AnyExport {
     AnyExport::new(Export::new(disk, name.to_owned(), String::new()))

@@ -21,9 +21,9 @@ pub enum QueueFile<'a> {
     },
     /// The storage makes the transfers itself.
     Transfers(Arc<dyn AsyncTransfers>),
-    /// A file of a simulated device, which has this number there.
+    /// A file of a simulated device, a `SimDevice`, which has this number there.
     #[cfg(feature = "sim")]
-    Simulated(Arc<crate::sim::SimDevice>, u16),
+    Simulated(Arc<dyn std::any::Any + Send + Sync>, u16),
     /// Only calls that may wait reach the storage; a queue of the kernel refuses it.
     Unreachable,
 }

@@ -168,12 +168,18 @@ unsafe impl IoQueue for SimQueue {
     fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
         let first = self.files.find_free(files.len());
         for (number, file) in (first..).zip(files) {
-            let QueueFile::Simulated(device, file) = file else {
+            let reached = match file {
+                QueueFile::Simulated(device, file) => {
+                    device.clone().downcast::<SimDevice>().ok().map(|device| (device, *file))
+                }
+                _ => None,
+            };
+            let Some((device, file)) = reached else {
                 (first..number).for_each(|before| _ = self.files.take(before));
                 return Err(Error::new(libc::EOPNOTSUPP, Operation::SetUp));
             };
-            let place = self.reach(device);
-            self.files.put(number, (place, *file));
+            let place = self.reach(&device);
+            self.files.put(number, (place, file));
         }
         Ok(first)
     }

@@ -22,7 +22,7 @@ const DEPTH: u16 = 64;
 const SECTORS: u32 = 8;
 /// Instructions of one read at depth 1, and of one of 64 that arrive together, at most. Without
 /// link-time optimisation.
-const LIMITS: [(usize, u64); 2] = [(1, 1500), (64, 680)];
+const LIMITS: [(usize, u64); 2] = [(1, 1600), (64, 930)];
 /// The numbers of requests of the two runs whose allocations are counted.
 const FEW: usize = 640;
 const MANY: usize = 3_200;

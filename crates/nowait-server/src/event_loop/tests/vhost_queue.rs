@@ -40,7 +40,7 @@ const INDIRECT: u16 = 4;
 
 /// Instructions of one read at depth 1, and of one of 64 that are made together, at most; the
 /// driver's are among them. Without link-time optimisation.
-const LIMITS: [(usize, u64); 2] = [(1, 4500), (64, 1950)];
+const LIMITS: [(usize, u64); 2] = [(1, 4500), (64, 2000)];
 
 /// An event loop with a queue, and its driver.
 struct Machine<Q: IoQueue = Null> {
