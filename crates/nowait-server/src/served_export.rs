@@ -65,7 +65,8 @@ impl ServedExport {
     }
 
     fn is_idle(&self) -> bool {
-        let drained = self.in_flight == 0 || injected(ServerBug::DrainWithRequest);
+        let is_wrong = self.is_pausing && injected(ServerBug::DrainWithRequest);
+        let drained = self.in_flight == 0 || is_wrong;
         self.members == 0 && drained
     }
 }

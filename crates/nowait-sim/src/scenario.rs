@@ -274,7 +274,7 @@ impl Scenario {
         }
         scenario.config.allocate_ahead = random.below(8) > 0;
         scenario.draw_operator(&mut random);
-        scenario.neighbours = if mode == Mode::Server { neighbours(seed) } else { 0 };
+        scenario.neighbours = neighbours(mode, seed);
         scenario
     }
 
@@ -534,6 +534,14 @@ impl Scenario {
     }
 }
 
+/// How many neighbours an export has, by random numbers of their own: seeds without them mean what they
+/// meant before.
+fn neighbours(mode: Mode, seed: u64) -> u64 {
+    let mut random = Random::part(seed, u64::MAX - 30);
+    let count = random.pick(&[0, 0, 0, 0, 1, 2]).unwrap_or(0);
+    if mode == Mode::Server { count } else { 0 }
+}
+
 /// A change of an export. Limits, which hold clients up, hold for two fifths of the time.
 fn change(random: &mut Random) -> SimChange {
     match random.below(8) {
@@ -543,13 +551,6 @@ fn change(random: &mut Random) -> SimChange {
         5..7 => SimChange::Protect,
         _ => SimChange::Unprotect,
     }
-}
-
-/// The number of neighbours of a server's export. Their random numbers are their own, so that all else of
-/// a seed means what it meant before.
-fn neighbours(seed: u64) -> u64 {
-    let mut random = Random::part(seed, u64::MAX - 30);
-    random.pick(&[0, 0, 0, 0, 1, 2]).unwrap_or(0)
 }
 
 fn faults(random: &mut Random) -> Faults {

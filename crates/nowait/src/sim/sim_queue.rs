@@ -168,13 +168,13 @@ unsafe impl IoQueue for SimQueue {
     fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
         let first = self.files.find_free(files.len());
         for (number, file) in (first..).zip(files) {
-            let reached = match file {
+            let device = match file {
                 QueueFile::Simulated(device, file) => {
                     device.clone().downcast::<SimDevice>().ok().map(|device| (device, *file))
                 }
                 _ => None,
             };
-            let Some((device, file)) = reached else {
+            let Some((device, file)) = device else {
                 (first..number).for_each(|before| _ = self.files.take(before));
                 return Err(Error::new(libc::EOPNOTSUPP, Operation::SetUp));
             };
