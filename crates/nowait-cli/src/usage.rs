@@ -335,10 +335,13 @@ mod tests {
         for (line, why) in [
             ("nowait serve a --limit-iops 0", "'0' is no value for --limit-iops: the least is 1"),
             (
-                "nowait serve a --queues 300",
-                "'300' is no value for --queues: it goes from 1 to 256",
+                "nowait serve a --threads 300",
+                "'300' is no value for --threads: it goes from 1 to 256",
             ),
-            ("nowait serve a --queues x", "'x' is no value for --queues: it is not a whole number"),
+            (
+                "nowait serve a --threads x",
+                "'x' is no value for --threads: it is not a whole number",
+            ),
         ] {
             assert!(message(line).contains(why), "{line}: {}", message(line));
         }

@@ -63,8 +63,7 @@ impl AnyExport {
         self
     }
 
-    /// The same, and it is the local block device `device`, whose queues the threads of the server
-    /// serve.
+    /// This export as the local block device `device`, too, whose queues the threads of the server serve.
     #[must_use]
     pub fn at_ublk(mut self, device: Arc<UblkDevice>) -> Self {
         self.ublk = Some(device);

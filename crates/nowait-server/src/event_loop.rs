@@ -416,7 +416,7 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         served.is_some_and(|served| served.throttle.is_on()) && self.frontend.is_limited(member)
     }
 
-    /// The same for a member under limits.
+    /// Services a member under limits.
     #[cold]
     fn service_limited(&mut self, member: usize) -> u64 {
         let Some(state) = self.frontend.member(member) else { return 0 };

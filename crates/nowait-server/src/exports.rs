@@ -123,7 +123,7 @@ impl Exports {
         self.0.registry.served().iter().map(|export| ExportStatus::of(export)).collect()
     }
 
-    /// The same of one export; `None` if clients cannot choose it.
+    /// Status of one export; `None` if clients cannot choose it.
     #[must_use]
     pub fn status_of(&self, id: ExportId) -> Option<ExportStatus> {
         let export = self.0.registry.served_export(id)?;

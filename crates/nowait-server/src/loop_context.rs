@@ -65,7 +65,7 @@ pub(crate) struct LoopContext<Q: IoQueue> {
 pub(crate) const KIND_BITS: u32 = 2;
 
 /// The place of a frontend among those of a thread: its numbers are shifted by [`KIND_BITS`], and end
-/// with its kind. That of the only frontend of a thread leaves the numbers as they are.
+/// with its kind. The only frontend of a thread has its numbers as they are.
 #[derive(Clone, Copy, Default)]
 struct Place {
     shift: u32,
@@ -220,7 +220,7 @@ impl<Q: IoQueue> LoopContext<Q> {
     /// engine's workers serve the members in turn.
     ///
     /// # Errors
-    /// That of `submit`; `ENODEV` for a member without an export.
+    /// The error of `submit`; `ENODEV` for a member without an export.
     #[inline(always)]
     pub(crate) fn submit(
         &mut self,

@@ -34,7 +34,7 @@ pub(crate) struct RegisteredExport {
 #[derive(Default)]
 pub(crate) struct Waiting {
     pub(crate) connections: Vec<HandoffConnection>,
-    /// Those of the server, if all of its exports are paused.
+    /// Listeners of the server, if all of its exports are paused.
     pub(crate) listeners: Vec<Listener>,
 }
 
@@ -57,7 +57,7 @@ impl RegisteredExport {
         self.ublk.as_ref().filter(|device| !device.is_lost())
     }
 
-    /// The same, unless another program has removed its node.
+    /// Its local block device, unless another process has removed the node.
     pub(crate) fn ublk_with_node(&self) -> Option<&Arc<UblkDevice>> {
         self.live_ublk().filter(|device| device.has_node())
     }

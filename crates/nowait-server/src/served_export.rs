@@ -104,7 +104,7 @@ impl ServedExports {
         self.by_index.get(index as usize)?.as_deref()
     }
 
-    /// The same, to be changed.
+    /// An export that the thread serves, to be changed.
     #[inline]
     pub(crate) fn get_mut(&mut self, index: u32) -> Option<&mut ServedExport> {
         self.by_index.get_mut(index as usize)?.as_deref_mut()

@@ -174,7 +174,7 @@ impl SharedExport {
         self.is_removed.store(true, Ordering::Release);
     }
 
-    /// The same, unless it is used, or `connected`. Returns whether it is removed.
+    /// Removes it, unless it is used, or `connected`. Returns whether it is removed.
     pub(crate) fn remove_unused(&self, connected: impl FnOnce() -> bool) -> bool {
         let mut uses = self.lock();
         // A connection is listed before its use begins, which takes the lock.

@@ -65,7 +65,8 @@ pub(crate) trait ExportList {
     /// The current properties of all exports, the default one first.
     fn infos(&self) -> Vec<ExportInfo>;
 
-    /// Those of the export called `name`, of the first one if `name` is empty. No other export is asked.
+    /// Properties of the export called `name`, of the first one if `name` is empty. No other export is
+    /// queried.
     fn info(&self, name: &str) -> Option<ExportInfo>;
 }
 
