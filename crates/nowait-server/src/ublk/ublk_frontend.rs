@@ -13,24 +13,28 @@ use crate::frontend::Frontend;
 use crate::loop_context::LoopContext;
 use crate::statistics::FrontendKind;
 use crate::ublk::ublk_channel::{UblkChannel, UblkStart};
-use crate::ublk::ublk_queue::{UblkQueue, queue_and_tag};
+use crate::ublk::ublk_queue::{GENERATIONS, UblkQueue, queue_and_tag};
 
 /// The queues of a thread.
 pub(crate) struct UblkFrontend {
     queues: Slab<UblkQueue>,
+    /// Generation of the queue that began last.
+    generation: u64,
     channel: Arc<UblkChannel>,
 }
 
 impl UblkFrontend {
     /// The frontend of the thread that takes queues from `channel`.
     pub(crate) fn new(channel: Arc<UblkChannel>) -> Self {
-        Self { queues: Slab::new(), channel }
+        Self { queues: Slab::new(), generation: 0, channel }
     }
 
     /// Begins to serve a queue.
     pub(crate) fn add<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>, start: UblkStart) {
+        self.generation = (self.generation + 1) % GENERATIONS;
         let (entry, started) = (self.queues.vacant_entry(), start.started.clone());
-        let begun = UblkQueue::begin(context, start, entry.key()).map(|queue| {
+        let name = (entry.key(), self.generation);
+        let begun = UblkQueue::begin(context, start, name).map(|queue| {
             entry.insert(queue);
         });
         // The receiver may not wait any more.
@@ -61,8 +65,9 @@ impl<Q: IoQueue> Frontend<Q> for UblkFrontend {
 
     #[inline]
     fn on_event(&mut self, context: &mut LoopContext<Q>, token: Token, outcome: i32) {
-        let (number, tag) = queue_and_tag(token);
+        let (generation, number, tag) = queue_and_tag(token);
         if let Some(queue) = self.queues.get_mut(number)
+            && queue.generation == generation
             && queue.on_command(context, tag, outcome)
         {
             self.end(context, number);

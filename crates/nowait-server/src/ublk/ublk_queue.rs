@@ -16,7 +16,7 @@ use nowait::{
 use crate::export::result;
 use crate::fairness::Member;
 use crate::injected_bug::{ServerBug, injected};
-use crate::loop_context::{DiskEngine, DiskHandle, LoopContext};
+use crate::loop_context::{DiskEngine, DiskHandle, LoopContext, TOKEN_BITS};
 use crate::statistics::FrontendKind;
 use crate::ublk::request_data::RequestData;
 use crate::ublk::request_descriptors::Descriptors;
@@ -30,15 +30,20 @@ use crate::ublk::ublk_device::UblkDevice;
 /// Bits of a token that name the tag; the key of the queue is above them.
 const TAG_BITS: u32 = 16;
 
-/// The token of the commands of a tag of the queue with this `key`.
-fn token_of(key: usize, tag: u16) -> Token {
-    (key as Token) << TAG_BITS | Token::from(tag)
+/// Bits of a token below its generation: the tag, and the key of the queue.
+const NAME_BITS: u32 = 32;
+/// Generations after which the numbers begin again.
+pub(super) const GENERATIONS: u64 = 1 << (TOKEN_BITS - NAME_BITS);
+
+/// The token of the commands of a tag of the queue with this `key` and `generation`.
+fn token_of(generation: u64, key: usize, tag: u16) -> Token {
+    generation << NAME_BITS | u64::from(key as u16) << TAG_BITS | Token::from(tag)
 }
 
-/// The key of a queue and the tag that [`token_of`] was called with.
+/// The generation and the key of a queue, and the tag that [`token_of`] was called with.
 #[inline]
-pub(super) fn queue_and_tag(token: Token) -> (usize, u16) {
-    ((token >> TAG_BITS) as usize, token as u16)
+pub(super) fn queue_and_tag(token: Token) -> (u64, usize, u16) {
+    (token >> NAME_BITS, usize::from((token >> TAG_BITS) as u16), token as u16)
 }
 
 /// A queue of a device.
@@ -47,6 +52,8 @@ pub(super) struct UblkQueue {
     /// Its number among the queues of the device, and among those of the thread.
     number: u16,
     key: usize,
+    /// Tells this queue from an earlier one with the same key, which may have left commands in the ring.
+    pub(super) generation: u64,
     on_removed: OnRemoved,
     descriptor: OwnedFd,
     requests: Descriptors,
@@ -78,7 +85,7 @@ impl UblkQueue {
     pub(super) fn begin<Q: IoQueue>(
         context: &mut LoopContext<Q>,
         start: UblkStart,
-        key: usize,
+        (key, generation): (usize, u64),
     ) -> Result<Self, Error> {
         let UblkStart { device, number, used, on_removed, .. } = start;
         let mut member = Member::of(device.client.clone());
@@ -96,6 +103,7 @@ impl UblkQueue {
             device,
             number,
             key,
+            generation,
             on_removed,
             descriptor,
             requests,
@@ -153,7 +161,7 @@ impl UblkQueue {
     ) -> Result<(), Error> {
         let (of_entry, address) = self.data.addresses(tag);
         let arguments = io_arguments(self.number, tag, result, address);
-        let token = context.engine_token(token_of(self.key, tag));
+        let token = context.engine_token(token_of(self.generation, self.key, tag));
         // SAFETY: the buffer at the address is in `data`, untouched until the command's result has
         // come; see the invariant above for a queue that ends before.
         unsafe { context.engine.command(self.descriptor.as_fd(), op, of_entry, arguments, token)? };

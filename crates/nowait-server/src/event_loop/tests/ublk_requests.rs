@@ -358,6 +358,30 @@ fn a_stopping_thread_serves_until_the_driver_has_ended_every_command() {
 }
 
 #[test]
+fn commands_that_an_earlier_queue_has_left_in_the_ring_do_not_end_those_of_the_next_one() {
+    let mut scene = Scene::new();
+    scene.device.leave_for_test();
+    scene.thread.wake_up();
+    scene.iterate();
+    scene.iterate();
+    assert_eq!(scene.thread.context.members(), 0, "it has left");
+    let left: Vec<_> = scene.driver.borrow_mut().commands.drain(..).collect();
+    scene.device.begin_again();
+    let (started, begun) = channel();
+    let used = registered(&scene.thread).shared().begin_use().unwrap();
+    let (device, on_removed) = (scene.device.clone(), Box::new(|| {}));
+    let start = UblkStart { device, number: 0, used, on_removed, started };
+    scene.thread.shared.channels[0].ublk.start(start);
+    scene.thread.wake_up();
+    begun.recv().unwrap().unwrap();
+    scene.driver.borrow_mut().ended.extend(left.iter().map(|(token, _)| (*token, ABORTED)));
+    scene.iterate();
+    assert_eq!(scene.thread.context.members(), 1);
+    scene.request(3, u32::from(OP_READ), 8, 0);
+    assert_eq!(scene.answer(3), 4096);
+}
+
+#[test]
 fn a_device_that_is_left_answers_what_is_under_way_and_takes_no_more() {
     let mut scene = Scene::new();
     scene.request(2, u32::from(OP_WRITE), 8, 64);
