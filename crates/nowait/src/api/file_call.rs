@@ -10,10 +10,14 @@ use std::sync::{Arc, LazyLock};
 use crate::api::oneshot::oneshot;
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
+use crate::blocking::sync_io;
+use crate::memory::io_buffer::IoBuffer;
 use crate::threads::thread_pool::ThreadPool;
 use crate::threads::work_item::WorkItem;
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
+use crate::types::io_cursor::WriteCursor;
+use crate::types::request::Flags;
 
 /// Takes its device's turn among the calls of all files.
 struct FileCall {
@@ -53,4 +57,28 @@ pub(crate) async fn call<T: Send + 'static>(
     THREADS.push([FileCall { device, run }]);
     let answer = poll_fn(|context| receiver.poll(context.waker())).await;
     answer.ok_or(Error::new(libc::EIO, Operation::Wait))
+}
+
+/// As [`call`], with the result of the call itself.
+///
+/// # Errors
+/// Those of the call; `EIO` if it has panicked.
+pub(crate) async fn call_fallible<T: Send + 'static>(
+    disk: Arc<BlockDevice<dyn BlockMap>>,
+    make: impl FnOnce(&BlockDevice<dyn BlockMap>) -> Result<T, Error> + Send + 'static,
+) -> Result<T, Error> {
+    call(disk, make).await.and_then(|done| done)
+}
+
+/// Appends `buffer`, and gives it back with the position of its first byte.
+pub(crate) async fn append(
+    disk: Arc<BlockDevice<dyn BlockMap>>,
+    buffer: IoBuffer,
+    flags: Flags,
+) -> (Result<u64, Error>, IoBuffer) {
+    let append = move |disk: &BlockDevice<dyn BlockMap>| {
+        (sync_io::append(disk, &mut WriteCursor::from(&buffer[..]), flags), buffer)
+    };
+    let appended = call(disk, append).await;
+    appended.unwrap_or_else(|error| (Err(error), IoBuffer::default()))
 }

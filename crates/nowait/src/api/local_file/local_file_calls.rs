@@ -10,12 +10,10 @@ use crate::api::file_call;
 use crate::api::local_file::LocalAsyncFile;
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
-use crate::blocking::sync_io;
 use crate::memory::io_buffer::IoBuffer;
 use crate::storage::file_calls::{Allocate, FileLock};
 use crate::types::byte_range::ByteRange;
 use crate::types::error::Error;
-use crate::types::io_cursor::WriteCursor;
 use crate::types::request::Flags;
 
 /// Each future makes its call when it is first polled, on a thread of the process. If it is dropped
@@ -32,11 +30,7 @@ impl LocalAsyncFile {
         buffer: IoBuffer,
         flags: Flags,
     ) -> impl Future<Output = (Result<u64, Error>, IoBuffer)> + use<> {
-        let flags = flags.with(self.flags);
-        let call = file_call::call(self.state.disk.clone(), move |disk| {
-            (sync_io::append(disk, &mut WriteCursor::from(&buffer[..]), flags), buffer)
-        });
-        async move { call.await.unwrap_or_else(|error| (Err(error), IoBuffer::default())) }
+        file_call::append(self.state.disk.clone(), buffer, flags.with(self.flags))
     }
 
     /// Sets the size of the file; what is new reads as zeros. It has no order with requests in flight.
@@ -106,7 +100,6 @@ impl LocalAsyncFile {
         T: Send + 'static,
         F: FnOnce(&BlockDevice<dyn BlockMap>) -> Result<T, Error> + Send + 'static,
     {
-        let call = file_call::call(self.state.disk.clone(), make);
-        async move { call.await.and_then(|done| done) }
+        file_call::call_fallible(self.state.disk.clone(), make)
     }
 }
