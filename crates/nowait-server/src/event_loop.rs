@@ -446,16 +446,16 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
             return;
         }
         self.context.throttle.begin_release();
-        while let Some(member) = self.context.throttle.released() {
+        while let Some((member, export)) = self.context.throttle.released() {
             if injected(ServerBug::ForgetHeld) {
                 continue;
             }
+            let LoopContext { exports, throttle, run_queues, .. } = &mut self.context;
+            if let Some(served) = exports.get_mut(export) {
+                served.throttle.on_released(throttle.round);
+            }
             if let Some(state) = self.frontend.member(member) {
                 state.is_held = false;
-                let LoopContext { exports, throttle, run_queues, .. } = &mut self.context;
-                if let Some(served) = exports.get_mut(state.export) {
-                    served.throttle.on_released(throttle.round);
-                }
                 run_queues.schedule(member, state);
             }
         }

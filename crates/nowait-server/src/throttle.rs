@@ -75,7 +75,13 @@ impl ExportThrottle {
         }
     }
 
-    /// A member that waited is looked at again, in `round`.
+    /// Members that wait.
+    #[cfg(test)]
+    pub(crate) fn waiting(&self) -> u64 {
+        self.waiting
+    }
+
+    /// A member that waited is looked at again, in `round`, or has left.
     pub(crate) fn on_released(&mut self, round: u64) {
         if self.round != round {
             (self.round, self.contenders) = (round, self.waiting);
@@ -87,8 +93,8 @@ impl ExportThrottle {
 /// The members of a thread that wait, of all exports.
 #[derive(Default)]
 pub(crate) struct Throttle {
-    /// When members may go on, and their numbers.
-    waiting: BinaryHeap<Reverse<(Instant, usize)>>,
+    /// When members may go on, their numbers, and their exports.
+    waiting: BinaryHeap<Reverse<(Instant, usize, u32)>>,
     /// Limits have changed: all that wait are looked at again.
     has_changed: bool,
     /// An export of the thread has limits.
@@ -122,7 +128,7 @@ impl Throttle {
         if !std::mem::replace(&mut member.is_held, true) {
             let wait = wait.clamp(SHORTEST_WAIT, TokenBucket::MAX_REFILL_TIME);
             export.waiting += 1;
-            self.waiting.push(Reverse((now + wait, number)));
+            self.waiting.push(Reverse((now + wait, number, member.export)));
         }
         true
     }
@@ -130,7 +136,7 @@ impl Throttle {
     /// The time until a member that waits may go on.
     #[inline]
     pub(crate) fn wait_time(&self) -> Option<Duration> {
-        let Reverse((due, _)) = self.waiting.peek()?;
+        let Reverse((due, ..)) = self.waiting.peek()?;
         Some(match self.has_changed {
             true => Duration::ZERO,
             false => due.saturating_duration_since(Instant::now()),
@@ -143,12 +149,15 @@ impl Throttle {
         self.round += 1;
     }
 
-    /// The next member that may go on, if there is one: [`ExportThrottle::on_released`] has to be called
-    /// for it. It is looked at again by [`Throttle::holds`].
+    /// The next member that may go on, if there is one, and its export, whose
+    /// [`ExportThrottle::on_released`] has to be called: the member may have left. It is looked at again by
+    /// [`Throttle::holds`].
     #[inline]
-    pub(crate) fn released(&mut self) -> Option<usize> {
+    pub(crate) fn released(&mut self) -> Option<(usize, u32)> {
         match self.wait_time() {
-            Some(Duration::ZERO) => self.waiting.pop().map(|Reverse((_, number))| number),
+            Some(Duration::ZERO) => {
+                self.waiting.pop().map(|Reverse((_, number, export))| (number, export))
+            }
             Some(_) => None,
             None => {
                 self.has_changed = false;
@@ -161,6 +170,7 @@ impl Throttle {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fairness::NO_EXPORT;
     use crate::rate_limit::Limits;
     use nowait::{ByteRange, Flags, Op, Request};
 
@@ -278,7 +288,8 @@ mod tests {
         shared.set_of_clients(Limits::default());
         assert!(export.update(&shared));
         throttle.on_change();
-        assert_eq!((throttle.wait_time(), throttle.released()), (Some(Duration::ZERO), Some(3)));
+        let released = Some((3, NO_EXPORT));
+        assert_eq!((throttle.wait_time(), throttle.released()), (Some(Duration::ZERO), released));
         export.on_released(throttle.round);
         assert_eq!((throttle.released(), export.is_on(), export.waiting), (None, false, 0));
     }
@@ -301,7 +312,7 @@ mod tests {
         }
         throttle.on_change();
         throttle.begin_release();
-        while let Some(number) = throttle.released() {
+        while let Some((number, _)) = throttle.released() {
             let export = if number < 2 { &mut first } else { &mut second };
             export.on_released(throttle.round);
         }

@@ -6,6 +6,7 @@ use rustix::net::sockopt::set_socket_send_buffer_size;
 
 use crate::event_loop::tests::*;
 use crate::nbd::reply::send_queue::ReplyBody;
+use crate::rate_limit::{Limits, TokenBucket};
 
 /// The quantum beside other connections.
 const QUANTUM: usize = 256 << 10;
@@ -69,6 +70,32 @@ fn bulk_connections_move_one_quantum_in_an_iteration_beside_interactive_ones_and
     bench.thread.events.push((token, libc::POLLIN.into()));
     bench.thread.run_once().unwrap();
     assert_eq!(bench.discarded(), [QUANTUM, QUANTUM, 0]);
+}
+
+/// Otherwise it would count among those that share what the limit lets through.
+#[test]
+fn a_connection_that_is_closed_while_its_limit_holds_it_is_not_counted_as_waiting_any_more() {
+    let day = TokenBucket::MAX_REFILL_TIME;
+    let bucket = TokenBucket { size: 1, one_time_burst: 0, refill_time: day };
+    let mut bench = Bench::new(1);
+    let export = registered(&bench.thread);
+    export.limits.set_of_clients(Limits { requests: Some(bucket), bytes: None });
+    bench.thread.review_exports();
+    for _ in 0..2 {
+        bench.send(0, &read(BLOCK));
+        bench.schedule(0);
+        bench.iterate();
+    }
+    let waiting = |bench: &mut Bench| {
+        let (_, served) = bench.thread.context.exports.iter_mut().next().unwrap();
+        served.throttle.waiting()
+    };
+    assert_eq!(waiting(&mut bench), 1);
+    bench.close(0);
+    export.limits.set_of_clients(Limits::default());
+    bench.thread.review_exports();
+    bench.iterate();
+    assert_eq!(waiting(&mut bench), 0);
 }
 
 #[test]
