@@ -1,4 +1,4 @@
-//! What the header of an image says, as lines of text.
+//! Contents of the header of an image, as lines of text.
 //!
 //! Invariant: a format adds its own facts after those that all formats have.
 

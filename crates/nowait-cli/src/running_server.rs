@@ -158,7 +158,7 @@ impl RunningServer {
         self.disks.lock().iter().map(state).collect()
     }
 
-    /// The numbers of the block devices of this machine, each with the index of its export.
+    /// Numbers of the local block devices, each with the index of its export.
     fn nodes(&self) -> Vec<(usize, u32)> {
         let disks = self.disks.lock();
         let all = disks.iter().enumerate();

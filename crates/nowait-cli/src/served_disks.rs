@@ -14,12 +14,12 @@ pub(crate) struct ServedDisk {
     pub(crate) id: ExportId,
     pub(crate) disk: OpenedDisk,
     pub(crate) places: Vec<String>,
-    /// The block device of this machine that it was made at the start of the server.
+    /// The local block device that it was made at the start of the server.
     pub(crate) ublk: Option<Arc<UblkDevice>>,
 }
 
 impl ServedDisk {
-    /// Its block device of this machine, unless another program has removed that.
+    /// Its local block device, unless another process has removed that.
     pub(crate) fn node(&self) -> Option<&UblkDevice> {
         self.ublk.as_deref().filter(|device| device.has_node())
     }

@@ -1,4 +1,4 @@
-//! The block devices of this machine that exports of a server are.
+//! The local block devices that exports of a server are.
 //!
 //! Invariant: an export has at most one; those that were handed over are the running program's, with its numbers. A node
 //! that appeared is removed again if another one cannot appear.
@@ -120,7 +120,7 @@ fn open(
     Ok(node)
 }
 
-/// Tell the image and those below it from other files and devices of this machine; never 0.
+/// Tell the image and those below it from other local files and devices; never 0.
 fn image_ids(opened: &OpenedDisk) -> Result<Vec<u64>, CliError> {
     let image = &opened.named.image;
     let failed = |error: io::Error| CliError::at(image, error);

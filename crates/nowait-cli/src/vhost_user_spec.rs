@@ -13,7 +13,7 @@ use nowait_nbd::Address;
 use crate::export_spec::NamedExport;
 use crate::listen_address;
 
-/// What is before a path at which VMMs listen.
+/// Prefix of a path at which VMMs listen.
 const CONNECT: &str = "connect:";
 
 /// A socket of virtual machines, one of several.

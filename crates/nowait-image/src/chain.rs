@@ -80,7 +80,7 @@ pub struct ChainOptions {
     pub settled_raw: bool,
     /// Whether the first file will be written to.
     pub writable: bool,
-    /// What it will be written to for.
+    /// Purpose of the writes to it.
     pub purpose: Purpose,
     /// Whether the first file's backing file will be written to.
     pub backing_writable: bool,

@@ -140,7 +140,8 @@ fn open_raw(
             .iter()
             .find(|it| it.guessed_ending.is_some() && it.is_guessed_by_name(file.path()));
         if let Some(driver) = guessed {
-            let why = format!("it is no {} image by its first bytes (say -f raw)", driver.name);
+            let why =
+                format!("its first bytes are not those of a {} image (say -f raw)", driver.name);
             return Err(ImageError::refused(file.path(), why));
         }
     }

@@ -55,7 +55,7 @@ impl AnyExport {
         self
     }
 
-    /// The same for the virtual machines whose VMMs listen at the Unix socket `path`, one after the other: it is
+    /// As [`AnyExport::at_vhost_user`], for the virtual machines whose VMMs listen at the Unix socket `path`, one after the other: it is
     /// connected to, every second until it is there, and again when the VMM has left.
     #[must_use]
     pub fn at_listening_vmm(mut self, path: PathBuf) -> Self {

@@ -85,12 +85,12 @@ impl ExportStatus {
     }
 }
 
-/// What can be changed of an export while it is served.
+/// Settings of an export that can be changed while it is served.
 #[derive(Clone, Copy, Debug)]
 pub struct ExportChanges {
-    /// What it may do.
+    /// Limits of the export.
     pub limits: Limits,
-    /// What each of its clients may do.
+    /// Limits of each of its clients.
     pub client_limits: Limits,
     /// Its share of a thread beside other exports.
     pub weight: u32,
@@ -149,7 +149,7 @@ impl Exports {
         self.0.registry.served_export(ExportId(number)).map(|export| export.id)
     }
 
-    /// What was changed of an export, without a wait. `None` if clients cannot choose it.
+    /// Present settings of an export, without a wait. `None` if clients cannot choose it.
     #[must_use]
     pub fn changes_of(&self, id: ExportId) -> Option<ExportChanges> {
         let export = self.0.registry.served_export(id)?;

@@ -26,11 +26,11 @@ pub(crate) struct RegisteredExport {
     controls: Mutex<Vec<Arc<ControlHandle>>>,
     /// The local block device that it is.
     pub(crate) ublk: Option<Arc<UblkDevice>>,
-    /// What waits for the end of a pause.
+    /// Connections and listeners that wait for the end of a pause.
     waiting: Mutex<Option<Waiting>>,
 }
 
-/// What waits for the end of a pause.
+/// Connections and listeners that wait for the end of a pause.
 #[derive(Default)]
 pub(crate) struct Waiting {
     pub(crate) connections: Vec<HandoffConnection>,
@@ -47,7 +47,7 @@ impl RegisteredExport {
         (Self { shared, controls, ublk, waiting }, vhost_user)
     }
 
-    /// What its threads share.
+    /// The part that its threads share.
     pub(crate) fn shared(&self) -> &Arc<SharedExport> {
         &self.shared
     }
@@ -115,7 +115,7 @@ impl RegisteredExport {
         begins
     }
 
-    /// What waits for the end of a pause, during one.
+    /// Calls `act` with what waits for the end of the pause; `None` if there is none.
     pub(crate) fn with_waiting<T>(&self, act: impl FnOnce(&mut Waiting) -> T) -> Option<T> {
         lock(&self.waiting).as_mut().map(act)
     }

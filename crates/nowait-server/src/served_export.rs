@@ -43,7 +43,7 @@ pub(crate) struct ServedExport {
     pub(crate) throttle: ExportThrottle,
     /// Its members have to leave the thread.
     pub(crate) is_pausing: bool,
-    /// What the engines of the threads before this one have done.
+    /// Counts of the engines of the threads before this one.
     mechanisms_before: MechanismCounts,
     /// Members of the thread that use it.
     members: usize,
@@ -84,7 +84,7 @@ pub(crate) struct ServedExports {
     pub(crate) idle_time: Duration,
 }
 
-/// What to do with an export that is not used any more.
+/// The next step of an export that is not used any more.
 pub(crate) enum Unused {
     /// Its writes have to be made durable.
     Flush(u32),

@@ -73,7 +73,7 @@ impl SharedExport {
         }
     }
 
-    /// What it serves.
+    /// The open image and its checks.
     pub(crate) fn export(&self) -> Arc<Export> {
         self.export.read().unwrap_or_else(PoisonError::into_inner).clone()
     }

@@ -170,7 +170,7 @@ pub enum Action {
     Shrink,
 }
 
-/// What happens to one of several exports.
+/// An event of one of several exports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExportsChange {
     /// One is paused; or the one that is paused goes on.

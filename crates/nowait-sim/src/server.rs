@@ -17,7 +17,7 @@ use crate::oracle::{InFlight, Oracle};
 use crate::scenario::{Action, ExportsChange, Scenario};
 use crate::system_under_test::{Health, SystemUnderTest};
 
-/// What an operator does to one of several exports, by its number: 0 is the first one.
+/// An action of an operator on one of several exports, by its number: 0 is the first one.
 #[derive(Clone, Copy)]
 enum Changing {
     Nothing,

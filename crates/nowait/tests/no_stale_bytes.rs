@@ -141,7 +141,7 @@ fn what_others_write_into_holes_is_read_by_every_api_on_every_file_system() {
             expected[pos as usize..][..len].fill(byte);
             assert!(before != expected && std::fs::read(&path).unwrap() == expected, "{label}");
             readers.all_read(&expected, &format!("{system}: {label}"));
-            // What a reader itself punches does not stay a hole for it when others write there.
+            // A range that a reader itself punches does not stay a hole for it when others write there.
             readers.blocking.discard(ByteRange::new(pos, STEP)).unwrap();
             expected[pos as usize..][..STEP as usize].fill(0);
             readers.all_read(&expected, &format!("{system}: {label}, punched"));

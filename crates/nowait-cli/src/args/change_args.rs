@@ -45,7 +45,7 @@ pub(crate) struct CreateArgs {
     #[arg(short, long, value_name = "FILE")]
     pub(crate) backing: Option<PathBuf>,
 
-    /// What is inside the backing file: raw, qcow2, vmdk or vhdx
+    /// Format of the backing file: raw, qcow2, vmdk or vhdx
     ///
     /// Without it raw, unless it begins like qcow2: then this must be given, because a guest
     /// that writes to a raw disk can make it begin like that.

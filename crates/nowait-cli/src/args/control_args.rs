@@ -247,7 +247,7 @@ pub(crate) enum ExportAction {
         name: String,
         /// The image: a file in a directory of the server's --allow-dir, or a URI of its --allow-uri
         image: PathBuf,
-        /// What is inside the image: raw, qcow2, vmdk or vhdx; without it the image is looked at
+        /// Format of the image: raw, qcow2, vmdk or vhdx; without it the image is looked at
         #[arg(short, long, value_name = "FORMAT", value_parser = parse_image_format)]
         format: Option<nowait_image::Format>,
         /// Open it for reading only

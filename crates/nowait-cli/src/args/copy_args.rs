@@ -94,7 +94,7 @@ pub(crate) struct CopyArgs {
     #[arg(long, conflicts_with = "verify")]
     pub(crate) rescue: bool,
 
-    /// What is inside FROM: raw, qcow2, vmdk or vhdx; without it qcow2 if it begins like that, vmdk or vhdx
+    /// Format of FROM: raw, qcow2, vmdk or vhdx; without it qcow2 if it begins like that, vmdk or vhdx
     /// if its name ends so, too, else raw
     ///
     /// Say raw if FROM was ever served raw: a guest that writes to a raw disk can make it begin like

@@ -21,7 +21,7 @@ pub(crate) struct ImageArgs {
     /// The image
     pub(crate) image: PathBuf,
 
-    /// What is inside IMAGE: raw, qcow2, vmdk or vhdx; without it qcow2 if it begins like that, vmdk or
+    /// Format of IMAGE: raw, qcow2, vmdk or vhdx; without it qcow2 if it begins like that, vmdk or
     /// vhdx if its name ends so, too, else raw
     ///
     /// Say raw if IMAGE was ever served raw: a guest that writes to a raw disk can make it begin

@@ -18,7 +18,7 @@ pub(crate) struct InfoArgs {
     /// The file or block device to look at, or the URI of an NBD export or of an object
     pub(crate) image: PathBuf,
 
-    /// What is inside IMAGE: raw, qcow2, vmdk or vhdx; without it qcow2 if it begins like that, vmdk or
+    /// Format of IMAGE: raw, qcow2, vmdk or vhdx; without it qcow2 if it begins like that, vmdk or
     /// vhdx if its name ends so, too, else raw
     #[arg(short, long, value_name = "FORMAT", value_parser = parse_image_format)]
     pub(crate) format: Option<nowait_image::Format>,

@@ -194,7 +194,7 @@ pub(crate) struct ServeArgs {
     #[arg(value_parser = OsStringValueParser::new().try_map(ExportArg::parse))]
     images: Vec<ExportArg>,
 
-    /// What is inside IMAGE: raw, qcow2, vmdk or vhdx; without it qcow2 for a file that begins like that,
+    /// Format of IMAGE: raw, qcow2, vmdk or vhdx; without it qcow2 for a file that begins like that,
     /// vmdk or vhdx if its name ends so, too, else raw. A block device is raw unless this says otherwise
     ///
     /// An image that was guessed to be raw is kept from beginning like qcow2: a write that would do
@@ -367,7 +367,7 @@ impl ServeArgs {
         Ok(exports)
     }
 
-    /// The numbers of the block devices of this machine, where they are given, by the names of their exports.
+    /// Numbers of the local block devices, where they are given, by the names of their exports.
     ///
     /// # Errors
     /// A message for the user, as [`UblkArgs::nodes`].

@@ -12,7 +12,7 @@ use crate::ublk_spec::{MAX_ID, UblkArg};
 /// The block devices that images become.
 #[derive(Debug, Args)]
 pub(crate) struct UblkArgs {
-    /// Make IMAGE a block device of this machine, /dev/ublkbID; can be given once for each IMAGE
+    /// Make IMAGE a local block device, /dev/ublkbID; can be given once for each IMAGE
     ///
     /// EXPORT is the name of one of several IMAGEs; without it the node is for the first IMAGE that has
     /// none. Without ID any free number is taken; "serving /dev/ublkbID" tells which. It needs the

@@ -65,7 +65,7 @@ struct Facts {
     queue: Queue,
     /// The signature at its start.
     signature: Option<Signature>,
-    /// What its header says, if the format has one.
+    /// Contents of its header, if the format has one.
     header: Option<ImageInfo>,
 }
 

@@ -1,4 +1,4 @@
-//! `nowait ublk`: the ublk devices of this machine.
+//! `nowait ublk`: the local ublk devices.
 //!
 //! Invariant: a device in use is removed only if the user says so.
 

@@ -53,7 +53,7 @@ impl Begin {
         [BEFORE, PROTOCOL].contains(&self.protocol)
     }
 
-    /// The numbers of the block devices of this machine, each with the index of its export.
+    /// Numbers of the local block devices, each with the index of its export.
     pub(crate) fn nodes(&self) -> Vec<(usize, u32)> {
         match self.nodes.is_empty() {
             true => self.ublk.map(|id| (0, id)).into_iter().collect(),
@@ -221,7 +221,7 @@ pub(crate) struct Go;
 mod tests {
     use super::*;
 
-    /// What a program of version `protocol` tells of its block devices by `ublk` and `nodes`.
+    /// Block devices of a process of version `protocol`, as told by `ublk` and `nodes`.
     fn told(protocol: u32, nodes: &str) -> Begin {
         let text = format!(
             r#"{{"protocol":{protocol},"exports":[],"listeners":[],"control":null,{nodes}}}"#

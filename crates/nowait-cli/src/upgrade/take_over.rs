@@ -40,7 +40,7 @@ pub(crate) struct TakeOver {
     listeners: Vec<(ListenerState, OwnedFd)>,
     control: Option<(ListenerState, OwnedFd)>,
     control_tcp: Vec<(ListenerState, OwnedFd)>,
-    /// The numbers of the block devices of this machine, each with the index of its export.
+    /// Numbers of the local block devices, each with the index of its export.
     pub(crate) nodes: Vec<(usize, u32)>,
 }
 

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::error::ImageError;
 use crate::formats::layer::{ImagoDisk, Layer};
 
-/// A disk that is only read; several threads may read at once.
+/// A disk that is only read; several threads may read simultaneously.
 pub struct ChainReader {
     disk: ImagoDisk,
     path: PathBuf,

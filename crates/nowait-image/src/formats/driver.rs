@@ -182,11 +182,11 @@ pub struct Report {
     pub leaks: u64,
     /// Clusters of the disk.
     pub total_clusters: u64,
-    /// Those of them that are allocated in this image.
+    /// Clusters that are allocated in this image.
     pub allocated_clusters: u64,
-    /// Those of them that are compressed.
+    /// Clusters that are compressed.
     pub compressed_clusters: u64,
-    /// Those of them that do not follow the previous one in the file.
+    /// Clusters that do not follow the previous one in the file.
     pub fragmented_clusters: u64,
     /// The end of the last cluster in use, in bytes of the file.
     pub image_end: u64,

@@ -41,7 +41,7 @@ impl BackingName {
 /// The disk of an image and of all below it, for imago.
 pub(crate) type ImagoDisk = FormatAccess<ImagoStorage>;
 
-/// What a format knows of an open image, whose bytes it has checked.
+/// An open image as its format knows it, which has checked its bytes.
 pub(crate) trait Content: Any + Debug + Send + Sync {
     /// Bytes of a run that begins and ends where the mapping may change: a cluster. `None` where the
     /// disk is in the file as it is.

@@ -54,7 +54,7 @@ impl Parameters {
     /// Bytes of `struct ublk_params` up to the end of its discard parameters.
     pub(crate) const BYTES: usize = 64;
 
-    /// Those of `image`, for requests of at most `max_io_bytes`; with blocks of `block_size` if that is given.
+    /// Parameters of `image`, for requests of at most `max_io_bytes`; with blocks of `block_size` if that is given.
     pub(crate) fn of(image: &Image, block_size: Option<BlockSize>, max_io_bytes: u32) -> Self {
         let (device, sector) = (image.device(), 1 << SECTOR_SHIFT);
         let own = match image.format().is_raw() && is_block_device(&device) {

@@ -50,7 +50,7 @@ pub(crate) struct BlockProperties {
 }
 
 impl BlockProperties {
-    /// Those of `export` as of now.
+    /// Present properties of `export`.
     pub(crate) fn of(export: &Export) -> Self {
         let disk = export.disk();
         Self {

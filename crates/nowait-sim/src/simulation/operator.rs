@@ -54,7 +54,7 @@ impl<S: SystemUnderTest> Simulation<S> {
     }
 
     /// The server leaves its clients, in whatever they are sending and receiving. The image is closed
-    /// and opened anew, with `size` bytes or sometimes below a new overlay; other threads go on with
+    /// and reopened, with `size` bytes or sometimes below a new overlay; other threads go on with
     /// the clients.
     pub(super) fn pause(
         &mut self,

@@ -35,7 +35,7 @@ pub trait EventSource {
     /// once under `token`: 0 or more, or a negative errno.
     ///
     /// # Errors
-    /// `EOPNOTSUPP` where the queue is no ring; `EINVAL` for a token without [`FD_TOKEN`](crate::FD_TOKEN); the errno
+    /// `EOPNOTSUPP` where the queue is not a ring; `EINVAL` for a token without [`FD_TOKEN`](crate::FD_TOKEN); the errno
     /// of io_uring_enter(2).
     ///
     /// # Safety

@@ -232,7 +232,7 @@ impl SimDevice {
         self.drain_at(until, queue, reports);
     }
 
-    /// The same at the time `until`, unless it is later.
+    /// As [`SimDevice::drain`], at the time `until`, unless it is later.
     pub(crate) fn drain_at(&self, until: u64, queue: usize, reports: &mut Vec<Report>) {
         let mut state = self.lock();
         state.advance(until);

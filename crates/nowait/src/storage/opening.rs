@@ -18,7 +18,7 @@ pub(crate) struct Opened {
     pub(crate) buffered: OwnedFd,
     /// With it, if that is possible and wanted.
     pub(crate) direct: OwnedFd,
-    /// What `direct` requires.
+    /// Requirements of `direct`.
     pub(crate) align: Alignment,
     pub(crate) stat: Stat,
     pub(crate) device: bool,
@@ -90,7 +90,7 @@ fn is_same(file: &OwnedFd, stat: &Stat) -> Result<(), Error> {
     }
 }
 
-/// Whether a file is a block device. `EISDIR` for a directory, `ENOTBLK` for what is no regular file
+/// Whether a file is a block device. `EISDIR` for a directory, `ENOTBLK` for what is not a regular file
 /// either.
 pub(crate) fn is_device(stat: &Stat) -> Result<bool, Error> {
     match FileType::from_raw_mode(stat.st_mode) {

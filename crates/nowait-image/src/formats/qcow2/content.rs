@@ -62,7 +62,7 @@ impl Layer {
 /// # Errors
 /// A refusal of another format.
 pub(crate) fn header_of(layer: &Layer) -> Result<&Header, ImageError> {
-    let refused = || ImageError::refused(layer.file.path(), "it is no qcow2 image");
+    let refused = || ImageError::refused(layer.file.path(), "it is not a qcow2 image");
     layer.header().ok_or_else(refused)
 }
 

@@ -20,7 +20,7 @@ use crate::formats::qcow2::make_empty::make_empty;
 use crate::formats::raw;
 use crate::image_file::ImageFile;
 
-/// Most bytes that are read and written at once.
+/// Most bytes of one read and write.
 const PIECE_BYTES: u64 = 1 << 20;
 
 /// The mapping of a run of bytes in the overlay.

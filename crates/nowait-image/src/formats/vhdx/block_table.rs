@@ -95,7 +95,7 @@ impl RunTable for BlockTable {
                 let len = [all, run(1)].into_iter().find(|&len| fits(len)).ok_or_else(damaged)?;
                 Ok((Place::Data { file: 0, pos: start + inside }, len))
             }
-            // Those of images with a parent, and unknown ones.
+            // States of images with a parent, and unknown ones.
             _ => Err(damaged()),
         }
     }

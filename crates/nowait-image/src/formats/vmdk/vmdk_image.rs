@@ -20,7 +20,7 @@ use crate::image_file::ImageFile;
 /// The unit of the runs of flat extents.
 const FLAT_UNIT: u64 = 64 << 10;
 
-/// What the file of an image says.
+/// Contents of the file of an image.
 struct Found {
     descriptor: Descriptor,
     /// The header, if the file itself is a sparse extent, which has all of the disk.
