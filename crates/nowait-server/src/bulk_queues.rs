@@ -15,6 +15,8 @@ struct ExportTurns {
     members: VecDeque<usize>,
     /// Bytes that it has moved, divided by its weight: the export with the fewest is next.
     time: u64,
+    /// The remainder of that division.
+    remainder: u64,
     is_queued: bool,
 }
 
@@ -73,7 +75,10 @@ impl BulkQueues {
     pub(crate) fn serviced(&mut self, bytes: u64, weight: u32) {
         let Some(place) = self.current.take() else { return };
         if let Some(turns) = self.exports.get_mut(place) {
-            turns.time += bytes * u64::from(DEFAULT_WEIGHT) / u64::from(weight.max(1));
+            let (scaled, weight) = (bytes * u64::from(DEFAULT_WEIGHT), u64::from(weight.max(1)));
+            let owed = scaled + turns.remainder;
+            turns.time += owed / weight;
+            turns.remainder = owed % weight;
         }
         self.queue(place);
     }
