@@ -316,3 +316,42 @@ impl Drop for ServedExports {
         self.by_index.drain(..).flatten().for_each(|served| served.shared.on_detached());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use nowait::{BlockDevice, Config, Null, OpenOptions, WorkerPool};
+
+    use super::*;
+
+    /// An export of a file of a block.
+    fn shared(id: u64) -> Arc<SharedExport> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let disk = Arc::new(BlockDevice::open(file.path(), OpenOptions::default()).unwrap());
+        let export = Export::new(disk, id.to_string(), String::new());
+        Arc::new(SharedExport::new(ExportId(id), Arc::new(export)))
+    }
+
+    #[test]
+    fn beside_another_export_one_has_at_most_half_as_many_requests_as_there_is_room_for() {
+        let (workers, config) = (WorkerPool::new(1), Config::default());
+        let mut engine = Engine::new(Null::new().unwrap(), workers, config).unwrap();
+        let mut exports = ServedExports::new(Duration::MAX);
+        let first = exports.add_member(&mut engine, &shared(0)).unwrap();
+        let admits = |exports: &mut ServedExports, index, in_flight, room| {
+            exports.get_mut(index).unwrap().in_flight = in_flight;
+            let admits = exports.admits(index, room);
+            exports.get_mut(index).unwrap().in_flight = 0;
+            admits
+        };
+        assert!(admits(&mut exports, first, 4095, 1), "alone it may have all");
+        assert!(!admits(&mut exports, first, 4096, 0));
+        let second = exports.add_member(&mut engine, &shared(1)).unwrap();
+        assert!(admits(&mut exports, first, 2, 6) && !admits(&mut exports, first, 3, 6));
+        // What one leaves is enough for a request of each other one.
+        assert!(admits(&mut exports, second, 0, 1) && !admits(&mut exports, second, 1, 1));
+        assert!(!admits(&mut exports, second, 0, 0));
+        exports.remove_member(second);
+        assert!(admits(&mut exports, first, 4095, 1), "it is alone again");
+    }
+}
