@@ -30,8 +30,11 @@ use crate::ublk::ublk_error::UblkError;
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long the driver may take to delete a device that has no node any more.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long the commands of the queues may take to end when the driver keeps requests back.
-const ABORT_TIMEOUT: Duration = Duration::from_millis(100);
+/// How long the commands of the queues may take to end when the driver keeps requests back, before it is
+/// told again.
+const ABORT_TIMEOUT: Duration = Duration::from_millis(20);
+/// How often it is told.
+const QUIESCE_TRIES: u32 = 25;
 /// How often the driver is asked whether it has noticed that the device was given back.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(1);
 /// How often the users of a node are looked for, which reads the descriptors of all processes.
@@ -250,19 +253,23 @@ impl UblkDevice {
     /// again after the pause.
     pub(crate) fn pause(&self, wake: impl Fn()) {
         self.keep_back();
-        if let Err(error) = quiesce(&self.info) {
-            tracing::debug!("{error}");
-        } else {
+        for _ in 0..QUIESCE_TRIES {
+            if let Err(error) = quiesce(&self.info) {
+                tracing::debug!("{error}");
+                break;
+            }
             let deadline = Instant::now() + ABORT_TIMEOUT;
             while self.live_queues.load(Ordering::Acquire) > 0 && Instant::now() < deadline {
                 std::thread::sleep(RELEASE_INTERVAL);
             }
+            // A tag that was answered while the driver ended the other commands has one again: the next
+            // call ends that.
+            if self.live_queues.load(Ordering::Acquire) == 0 {
+                return;
+            }
         }
-        // The driver does not end the command of a tag that was answered while it ended the others.
-        if self.live_queues.load(Ordering::Acquire) > 0 {
-            self.leaving.store(true, Ordering::Release);
-            wake();
-        }
+        self.leaving.store(true, Ordering::Release);
+        wake();
     }
 
     /// The driver ends the commands of the queues.
@@ -280,6 +287,8 @@ impl UblkDevice {
             match info.map(|info| info.state) {
                 Some(DeviceState::Quiesced | DeviceState::FailIo) => return true,
                 Some(DeviceState::Live | DeviceState::Other(_)) if Instant::now() < deadline => {
+                    // Commands that a queue has left in a ring hold the device until they end.
+                    let _ = quiesce(&self.info);
                     std::thread::sleep(RELEASE_INTERVAL);
                 }
                 _ => return false,
