@@ -9,6 +9,7 @@ use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Mutex;
+use std::sync::atomic::AtomicBool;
 
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom};
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
@@ -31,6 +32,8 @@ pub struct FileStorage {
     pub(super) buffered: File,
     /// The file offset of `buffered`, which only an append uses.
     pub(super) appending: Mutex<()>,
+    /// Whether the file was locked through this handle.
+    pub(super) locked: AtomicBool,
     properties: StorageProperties,
 }
 
@@ -87,7 +90,8 @@ impl FileStorage {
         if options.truncate && !device {
             buffered.set_len(0).map_err(|e| Error::from_io(&e, Operation::Open))?;
         }
-        Ok(Self { direct: Some(direct), buffered, appending: Mutex::new(()), properties })
+        let (appending, locked) = (Mutex::new(()), AtomicBool::new(false));
+        Ok(Self { direct: Some(direct), buffered, appending, locked, properties })
     }
 
     /// A file or block device that was opened elsewhere, without `O_DIRECT`. Nothing is probed: by
@@ -109,7 +113,8 @@ impl FileStorage {
             shares_syncs: false,
         };
         let (buffered, appending) = (File::from(file), Mutex::new(()));
-        Ok(Self { direct: None, buffered, appending, properties })
+        let locked = AtomicBool::new(false);
+        Ok(Self { direct: None, buffered, appending, locked, properties })
     }
 
     /// The descriptor for locks. No ring holds its open file description, so a lock ends with the

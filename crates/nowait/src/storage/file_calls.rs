@@ -6,6 +6,7 @@ use std::fs::{File, Metadata};
 use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 
 use rustix::fs::{AtFlags, CWD, FallocateFlags, FlockOperation, SeekFrom};
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
@@ -93,6 +94,7 @@ impl FileStorage {
 
     /// Locks the file; if it does not `wait`, it fails with `EAGAIN`.
     pub(crate) fn lock(&self, lock: FileLock, wait: bool) -> Result<(), Error> {
+        self.locked.store(true, Ordering::Relaxed);
         flock(
             &self.buffered,
             match (lock, wait) {
@@ -116,7 +118,37 @@ impl FileStorage {
     }
 }
 
+impl Drop for FileStorage {
+    /// Unlocks the file: a process that is being started has copies of all descriptors until it
+    /// executes its program, and a lock lives as long as any of them.
+    fn drop(&mut self) {
+        if *self.locked.get_mut() {
+            let _ = self.unlock();
+        }
+    }
+}
+
 fn flock(file: &File, operation: FlockOperation) -> Result<(), Error> {
     retry_on_intr(|| rustix::fs::flock(file, operation))
         .map_err(|error| Error::from_os(error, Operation::SetUp))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::storage::open_options::OpenOptions;
+
+    #[test]
+    fn a_closed_handle_leaves_no_lock_to_copies_of_its_descriptor() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let open = || FileStorage::open_file(file.path(), OpenOptions::new()).unwrap();
+        let (one, other) = (open(), open());
+        let copy = one.buffered.try_clone().unwrap();
+        one.lock(FileLock::Exclusive, false).unwrap();
+        let errno = |done: Result<(), Error>| done.map_err(|error| error.errno());
+        assert_eq!(errno(other.lock(FileLock::Shared, false)), Err(libc::EAGAIN));
+        drop(one);
+        other.lock(FileLock::Exclusive, false).unwrap();
+        drop(copy);
+    }
 }
