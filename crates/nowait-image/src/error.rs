@@ -54,6 +54,11 @@ impl ImageError {
     }
 }
 
+/// The same errno, without the operation and the range: a message about an image says itself what was done.
+pub(crate) fn os_error(error: nowait::Error) -> io::Error {
+    io::Error::from_raw_os_error(error.errno())
+}
+
 /// `text` on one line, and without characters that move a terminal's cursor or change the direction
 /// of writing: these are escaped as in Rust (`\n`, `\u{1b}`).
 #[must_use]

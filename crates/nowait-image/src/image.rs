@@ -13,7 +13,7 @@ use nowait::{
 };
 
 use crate::chain::{Chain, ChainOptions, Locking};
-use crate::error::ImageError;
+use crate::error::{ImageError, os_error};
 use crate::formats::format::Format;
 use crate::formats::layer::Layer;
 use crate::formats::qcow2::header::MAGIC;
@@ -123,7 +123,7 @@ fn open_raw(
     let storage = qcow2_disk::storage_with(file, options_of_file)?;
     let is_device = storage.properties().device;
     let device = BlockDevice::raw(storage, options_of_file);
-    let mut device = device.map_err(|e| ImageError::os(file.path(), "open", &e.into()))?;
+    let mut device = device.map_err(|e| ImageError::os(file.path(), "open", &os_error(e)))?;
     device.scan();
     if options.format.is_none() && !is_device {
         device = device.with_forbidden_prefix(&MAGIC);

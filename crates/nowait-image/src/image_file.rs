@@ -16,7 +16,7 @@ use nowait::{ByteRange, ExtentStatus, FileStorage, ReadCursor, Storage, WriteCur
 use rustix::fs::{CWD, FallocateFlags, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
-use crate::error::ImageError;
+use crate::error::{ImageError, os_error};
 use crate::mounts::in_use;
 #[cfg(test)]
 use crate::tests::write_log;
@@ -146,7 +146,7 @@ impl ImageFile {
 
     /// A file that was opened or made elsewhere, and is called `path`.
     pub(crate) fn of(path: PathBuf, file: impl Into<OwnedFd>) -> io::Result<Self> {
-        let storage = FileStorage::of(file.into())?;
+        let storage = FileStorage::of(file.into()).map_err(os_error)?;
         #[cfg(test)]
         let storage = write_log::logged(&path, storage);
         Ok(Self {
@@ -217,7 +217,7 @@ impl ImageFile {
     /// # Errors
     /// As [`Storage::size`].
     pub fn size(&self) -> io::Result<u64> {
-        Ok(self.storage.size()?)
+        self.storage.size().map_err(os_error)
     }
 
     /// Bytes that the file takes on its file system; 0 for a block device, and for a storage without a
@@ -238,7 +238,7 @@ impl ImageFile {
     pub fn read_at(&self, pos: u64, memory: &mut [u8]) -> io::Result<()> {
         let mut rest = ReadCursor::from(memory);
         if i64::try_from(pos).is_ok() {
-            self.storage.read_at(pos, &mut rest)?;
+            self.storage.read_at(pos, &mut rest).map_err(os_error)?;
         }
         rest.fill(0);
         Ok(())
@@ -249,7 +249,7 @@ impl ImageFile {
     /// # Errors
     /// Those of pwrite(2).
     pub fn write_at(&self, pos: u64, bytes: &[u8]) -> io::Result<()> {
-        Ok(self.storage.write_at(pos, &mut WriteCursor::from(bytes), None)?)
+        self.storage.write_at(pos, &mut WriteCursor::from(bytes), None).map_err(os_error)
     }
 
     /// Makes all completed writes durable.
@@ -257,7 +257,7 @@ impl ImageFile {
     /// # Errors
     /// Those of fdatasync(2).
     pub fn sync(&self) -> io::Result<()> {
-        Ok(self.storage.sync()?)
+        self.storage.sync().map_err(os_error)
     }
 
     /// Makes the file `size` bytes long.
@@ -265,7 +265,7 @@ impl ImageFile {
     /// # Errors
     /// Those of ftruncate(2).
     pub fn set_len(&self, size: u64) -> io::Result<()> {
-        Ok(self.storage.set_len(size)?)
+        self.storage.set_len(size).map_err(os_error)
     }
 
     /// Reserves space for all of the first `size` bytes, and makes the file that long.
@@ -282,7 +282,7 @@ impl ImageFile {
     /// # Errors
     /// Those of fallocate(2): `EOPNOTSUPP` where the file system or device has no holes.
     pub(crate) fn punch(&self, pos: u64, len: u64) -> io::Result<()> {
-        Ok(self.storage.punch(ByteRange::new(pos, len))?)
+        self.storage.punch(ByteRange::new(pos, len)).map_err(os_error)
     }
 
     /// Makes `len` bytes from `pos` on read as zeros, as a hole where that is possible.

@@ -513,7 +513,7 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         match outcome {
             Ok(()) => served.statistics.count(kind, io.op, io.range.len),
             // One that may not wait is done again if it has failed.
-            Err(_) if io.flags.has(Flags::NOWAIT) => {}
+            Err(_) if io.flags.contains(Flags::NOWAIT) => {}
             Err(errno) => {
                 served.export.note_fault(io, errno);
                 served.statistics.count_error(kind, io.op, errno);

@@ -185,7 +185,7 @@ impl Client {
             (Flags::NO_UNMAP, nbd::CMD_FLAG_NO_HOLE),
             (Flags::FAST_ZERO, nbd::CMD_FLAG_FAST_ZERO),
         ];
-        for (_, bit) in choices.into_iter().filter(|(flag, _)| flags.has(*flag)) {
+        for (_, bit) in choices.into_iter().filter(|(flag, _)| flags.contains(*flag)) {
             bits |= bit;
         }
         self.cookies = self.cookies.wrapping_add(1);

@@ -145,7 +145,7 @@ impl Oracle {
 
     /// A flush that has failed, or may have, leaves what is durable in doubt.
     fn doubt_flush(&mut self, flight: &InFlight) {
-        let flushes = flight.spec.op == Op::Flush || flight.spec.flags.has(Flags::DSYNC);
+        let flushes = flight.spec.op == Op::Flush || flight.spec.flags.contains(Flags::DSYNC);
         if flushes && self.device.has_failed() {
             self.model.doubt();
         }
@@ -202,7 +202,7 @@ impl Oracle {
         if count < expected && !full && !self.is_disturbed(flight) {
             return fail("cut short for no reason");
         }
-        let durable = spec.flags.has(Flags::DSYNC);
+        let durable = spec.flags.contains(Flags::DSYNC);
         match spec.op {
             Op::Read | Op::Status => {}
             Op::Write | Op::Zero => {
@@ -231,7 +231,7 @@ impl Oracle {
         let device_options = self.model_kind;
         let behind = self.is_behind_the_end(flight);
         let allowed = match errno {
-            libc::EAGAIN => spec.flags.has(Flags::NOWAIT),
+            libc::EAGAIN => spec.flags.contains(Flags::NOWAIT),
             // A server reports a full queue that cannot be submitted as EIO.
             libc::EIO => {
                 let damaged = self.refuses_changes && spec.op.changes();
@@ -243,7 +243,7 @@ impl Oracle {
                 let unable = match spec.op {
                     Op::Discard => !device_options.punches,
                     Op::Zero => {
-                        spec.flags.has(Flags::FAST_ZERO)
+                        spec.flags.contains(Flags::FAST_ZERO)
                             && !(device_options.punches && device_options.zeroes)
                     }
                     _ => false,

@@ -501,7 +501,7 @@ impl Scenario {
         ];
         for (rare, fits, flag) in choices {
             if fits && random.below(rare) == 0 {
-                flags = flags.with(flag);
+                flags |= flag;
             }
         }
         let data = matches!(op, Op::Read | Op::Write);

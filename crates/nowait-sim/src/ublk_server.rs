@@ -53,8 +53,8 @@ impl BlockQueue {
             let RequestSpec { op, flags, range, .. } = asked.flight.spec;
             let request = SimUblkRequest {
                 op,
-                fua: flags.has(Flags::DSYNC),
-                no_unmap: flags.has(Flags::NO_UNMAP),
+                fua: flags.contains(Flags::DSYNC),
+                no_unmap: flags.contains(Flags::NO_UNMAP),
                 pos: range.pos,
                 len: range.len,
             };
@@ -158,8 +158,8 @@ impl UblkServer {
         let op = if spec.op == Op::Status { Op::Read } else { spec.op };
         let mut flags = Flags::NONE;
         for (flag, fits) in [(Flags::DSYNC, op.changes()), (Flags::NO_UNMAP, op == Op::Zero)] {
-            if fits && spec.flags.has(flag) {
-                flags = flags.with(flag);
+            if fits && spec.flags.contains(flag) {
+                flags |= flag;
             }
         }
         let spec = RequestSpec { op, flags, ..spec };

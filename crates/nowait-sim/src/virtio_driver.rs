@@ -156,11 +156,11 @@ impl Driver {
     fn expressible(&self, spec: RequestSpec) -> RequestSpec {
         let op = if spec.op == Op::Status { Op::Read } else { spec.op };
         let mut flags = Flags::NONE;
-        if op == Op::Zero && spec.flags.has(Flags::NO_UNMAP) {
-            flags = flags.with(Flags::NO_UNMAP);
+        if op == Op::Zero && spec.flags.contains(Flags::NO_UNMAP) {
+            flags |= Flags::NO_UNMAP;
         }
         if op.changes() && self.writes_through {
-            flags = flags.with(Flags::DSYNC);
+            flags |= Flags::DSYNC;
         }
         RequestSpec { op, flags, ..spec }
     }
@@ -222,7 +222,7 @@ impl DriverQueue {
         match spec.op {
             Op::Write => pattern::fill(&mut bytes, pos, value),
             Op::Discard | Op::Zero => {
-                let unmaps = spec.op == Op::Zero && !spec.flags.has(Flags::NO_UNMAP);
+                let unmaps = spec.op == Op::Zero && !spec.flags.contains(Flags::NO_UNMAP);
                 let sectors = (spec.range.len / SECTOR_BYTES) as u32;
                 bytes = sector.to_le_bytes().to_vec();
                 bytes.extend(sectors.to_le_bytes());

@@ -119,7 +119,7 @@ impl Model {
             16..18 => {
                 bytes.fill(0);
                 let keep = self.random.chance(50);
-                let flags = if keep { flags.with(Flags::NO_UNMAP) } else { flags };
+                let flags = if keep { flags | Flags::NO_UNMAP } else { flags };
                 engine.submit_no_data(io(Op::Zero, flags), tag)?;
             }
             18 => engine.submit_no_data(io(Op::Flush, Flags::NONE), tag)?,

@@ -34,7 +34,7 @@ async fn compare(pair: Arc<Pair>) -> Result<(), Error> {
         if pos >= pair.one.size().min(pair.first.load(Ordering::Relaxed)) {
             return Ok(());
         }
-        let both = tokio::join!(pair.one.read(pos, left), pair.other.read(pos, right));
+        let both = tokio::join!(pair.one.read_at(left, pos), pair.other.read_at(right, pos));
         let (read_left, read_right);
         ((read_left, left), (read_right, right)) = both;
         let (left, right) = (&left[..read_left?], &right[..read_right?]);

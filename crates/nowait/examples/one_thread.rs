@@ -31,7 +31,7 @@ async fn count(count: Rc<Count>) -> Result<(), Error> {
     while count.next.get() < count.file.size() {
         let pos = count.next.replace(count.next.get() + STEP_BYTES);
         let read;
-        (read, buffer) = count.file.read(pos, buffer).await;
+        (read, buffer) = count.file.read_at(buffer, pos).await;
         let blocks = buffer[..read?].chunks(BLOCK_BYTES);
         let zeros = blocks.filter(|block| block.iter().all(|&byte| byte == 0)).count();
         count.zeros.set(count.zeros.get() + zeros);

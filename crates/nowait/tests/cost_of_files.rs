@@ -42,7 +42,7 @@ macro_rules! use_all {
     ($driver:expr, $files:expr) => {
         $driver.block_on(async {
             let buffer = || IoBuffer::zeroed(4096).unwrap();
-            let mut reads: Vec<_> = $files.iter().map(|file| file.read(0, buffer())).collect();
+            let mut reads: Vec<_> = $files.iter().map(|file| file.read_at(buffer(), 0)).collect();
             let mut context = Context::from_waker(Waker::noop());
             let begun: Vec<_> =
                 reads.iter_mut().map(|it| Pin::new(it).poll(&mut context).is_pending()).collect();
@@ -50,7 +50,7 @@ macro_rules! use_all {
                 assert_eq!(read.await.0, Ok(4096));
             }
             for file in &$files {
-                assert_eq!(file.write(4096, buffer(), Flags::NONE).await.0, Ok(4096));
+                assert_eq!(file.write_at(buffer(), 4096, Flags::NONE).await.0, Ok(4096));
             }
         })
     };

@@ -48,8 +48,8 @@ impl Handles {
         let flags = if random.chance(10) { Flags::DSYNC } else { Flags::NONE };
         let done = match random.below(6) {
             n @ 0..3 => self.blocking[n as usize].write_at(bytes, pos, flags),
-            3 => self.driver.block_on(self.local.write(pos, buffer(), flags)).0,
-            4 => self.driver.block_on(self.shared.write(pos, buffer(), flags)).0,
+            3 => self.driver.block_on(self.local.write_at(buffer(), pos, flags)).0,
+            4 => self.driver.block_on(self.shared.write_at(buffer(), pos, flags)).0,
             _ => self
                 .plain
                 .write_all_at(bytes, pos)
@@ -76,8 +76,8 @@ impl Handles {
             n @ 0..3 => self.blocking[n as usize].read_at(&mut bytes, pos).unwrap(),
             n @ 3..5 => {
                 let (done, buffer) = match n {
-                    3 => self.driver.block_on(self.local.read(pos, bytes)),
-                    _ => self.driver.block_on(self.shared.read(pos, bytes)),
+                    3 => self.driver.block_on(self.local.read_at(bytes, pos)),
+                    _ => self.driver.block_on(self.shared.read_at(bytes, pos)),
                 };
                 bytes = buffer;
                 done.unwrap()
@@ -192,7 +192,7 @@ fn tasks_that_extend_one_file_at_the_same_time_lose_nothing() {
                         let n = record * TASKS + task;
                         let mut buffer = IoBuffer::zeroed(LEN as usize).unwrap();
                         buffer.fill(byte_of(n));
-                        let done = driver.block_on(file.write(n * LEN, buffer, Flags::NONE)).0;
+                        let done = driver.block_on(file.write_at(buffer, n * LEN, Flags::NONE)).0;
                         assert_eq!(done, Ok(LEN as usize));
                     }
                 });

@@ -180,8 +180,8 @@ fn of_one_thread(path: &Path, kind: TestQueueKind, shape: Shape) -> Option<[u64;
     let workers = WorkerPool::new(2);
     let file = LocalAsyncFile::with_queue(disk, workers, queue, config).unwrap();
     let (pos, len) = (|n| shape.range(n).pos, shape.range(0).len);
-    let reads = of_futures(len, |n, buffer| file.read(pos(n), buffer));
-    let writes = of_futures(len, |n, buffer| file.write(pos(n), buffer, Flags::NONE));
+    let reads = of_futures(len, |n, buffer| file.read_at(buffer, pos(n)));
+    let writes = of_futures(len, |n, buffer| file.write_at(buffer, pos(n), Flags::NONE));
     Some([reads, writes])
 }
 
@@ -195,7 +195,7 @@ fn of_several_threads(path: &Path, kind: TestQueueKind, shape: Shape) -> Option<
     kind.queue(config.slots)?;
     let make = move || kind.try_queue(config.slots);
     let file = AsyncFile::with_queue(disk, workers, config, make).unwrap();
-    Some(of_futures(shape.range(0).len, |n, buffer| file.read(shape.range(n).pos, buffer)))
+    Some(of_futures(shape.range(0).len, |n, buffer| file.read_at(buffer, shape.range(n).pos)))
 }
 
 #[test]

@@ -117,9 +117,9 @@ impl Readers {
         let by_disk = BlockingFile::new(self.disk.clone());
         assert_eq!(by_disk.read_at(&mut bytes, 0), Ok(bytes.len()), "{label}");
         assert!(bytes == expected, "{label}: BlockDevice");
-        let (done, bytes) = self.driver.block_on(self.local.read(0, buffer()));
+        let (done, bytes) = self.driver.block_on(self.local.read_at(buffer(), 0));
         assert!(done == Ok(bytes.len()) && bytes[..] == *expected, "{label}: LocalAsyncFile");
-        let (done, bytes) = self.driver.block_on(self.shared.read(0, buffer()));
+        let (done, bytes) = self.driver.block_on(self.shared.read_at(buffer(), 0));
         assert!(done == Ok(bytes.len()) && bytes[..] == *expected, "{label}: AsyncFile");
         assert!(!self.disk.is_hole(ByteRange::new(0, SIZE)), "{label}: no hole is known");
     }

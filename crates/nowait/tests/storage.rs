@@ -105,12 +105,12 @@ impl Storage for MemoryStorage {
         pos: u64,
         flags: Flags,
     ) -> Result<usize, Error> {
-        self.polled.fetch_add(usize::from(flags.has(Flags::HIPRI)), Ordering::Relaxed);
+        self.polled.fetch_add(usize::from(flags.contains(Flags::HIPRI)), Ordering::Relaxed);
         self.read(bufs, pos)
     }
 
     fn write(&self, bufs: &[IoSlice<'_>], pos: u64, flags: Flags) -> Result<usize, Error> {
-        self.polled.fetch_add(usize::from(flags.has(Flags::HIPRI)), Ordering::Relaxed);
+        self.polled.fetch_add(usize::from(flags.contains(Flags::HIPRI)), Ordering::Relaxed);
         let total = bufs.iter().map(|buf| buf.len()).sum();
         let aligned = bufs.iter().all(|buf| is_aligned(buf));
         let most = self.begin(pos, total, aligned, Operation::Write)?;

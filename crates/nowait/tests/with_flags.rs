@@ -74,8 +74,8 @@ unsafe impl IoQueue for Recording {
 macro_rules! read_and_write {
     ($file:ident) => {
         LocalDriver::new().unwrap().block_on(async {
-            let (read, buffer) = $file.read(0, IoBuffer::zeroed(BLOCK).unwrap()).await;
-            let (written, _) = $file.write(BLOCK as u64, buffer, Flags::NONE).await;
+            let (read, buffer) = $file.read_at(IoBuffer::zeroed(BLOCK).unwrap(), 0).await;
+            let (written, _) = $file.write_at(buffer, BLOCK as u64, Flags::NONE).await;
             assert_eq!((read.unwrap(), written.unwrap()), (BLOCK, BLOCK));
         })
     };

@@ -58,8 +58,8 @@ pub(crate) fn run(
         AsyncApi::AnyThread => {
             let file = ring_tasks(disk, workers, config)?;
             let transfer = |pos, buffer| match reads {
-                true => Either::Left(file.read(pos, buffer)),
-                false => Either::Right(file.write(pos, buffer, Flags::NONE)),
+                true => Either::Left(file.read_at(buffer, pos)),
+                false => Either::Right(file.write_at(buffer, pos, Flags::NONE)),
             };
             fixture.measure(load, true, |offsets, stop_condition| {
                 block_on(drive(load, offsets, stop_condition, transfer))
@@ -69,8 +69,8 @@ pub(crate) fn run(
             let driver = LocalDriver::new()?;
             let file = ring_of_this_thread(disk, workers, config)?;
             let transfer = |pos, buffer| match reads {
-                true => Either::Left(file.read(pos, buffer)),
-                false => Either::Right(file.write(pos, buffer, Flags::NONE)),
+                true => Either::Left(file.read_at(buffer, pos)),
+                false => Either::Right(file.write_at(buffer, pos, Flags::NONE)),
             };
             fixture.measure(load, true, |offsets, stop_condition| {
                 driver.block_on(drive(load, offsets, stop_condition, transfer))

@@ -154,13 +154,13 @@ fn serves_files(path: &Path) {
     driver.block_on(async {
         let open = || LocalAsyncFile::open(path, options).expect("a file");
         let (file, other) = (open().with_flags(Flags::HIPRI), open());
-        assert_eq!(file.write(MIB, buffer(5), Flags::NONE).await.0, Ok(64 * KIB as usize));
-        let (read, bytes) = file.read(MIB, buffer(0)).await;
+        assert_eq!(file.write_at(buffer(5), MIB, Flags::NONE).await.0, Ok(64 * KIB as usize));
+        let (read, bytes) = file.read_at(buffer(0), MIB).await;
         assert!(read == Ok(64 * KIB as usize) && bytes.iter().all(|&byte| byte == 5));
-        assert_eq!(other.read(MIB, buffer(0)).await.0, Ok(64 * KIB as usize));
+        assert_eq!(other.read_at(buffer(0), MIB).await.0, Ok(64 * KIB as usize));
         let file = AsyncFile::open(path, options).expect("a file").with_flags(Flags::HIPRI);
-        assert_eq!(file.write(MIB, buffer(6), Flags::NONE).await.0, Ok(64 * KIB as usize));
-        let (read, bytes) = file.read(MIB, buffer(0)).await;
+        assert_eq!(file.write_at(buffer(6), MIB, Flags::NONE).await.0, Ok(64 * KIB as usize));
+        let (read, bytes) = file.read_at(buffer(0), MIB).await;
         assert!(read == Ok(64 * KIB as usize) && bytes.iter().all(|&byte| byte == 6));
     });
     let file = BlockingFile::open(path, options).expect("a file").with_flags(Flags::HIPRI);
@@ -185,7 +185,7 @@ fn all_at_once<Q: IoQueue>(
         if op == Op::Write {
             buf[start..start + bytes.len()].copy_from_slice(bytes);
         }
-        let flags = if tag % 2 == 0 { flags.with(Flags::HIPRI) } else { flags };
+        let flags = if tag % 2 == 0 { flags | Flags::HIPRI } else { flags };
         let taken = engine.submit(Request { op, flags, range }, buf, tag as u64);
         assert!(taken.is_ok(), "{op:?} {range:?} is refused");
     }

@@ -13,6 +13,7 @@ use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::drivers::CommonStorageHelper;
 use nowait::ReadCursor;
 
+use crate::error::os_error;
 use crate::formats::mapped_disk::MappedDisk;
 use crate::image_file::ImageFile;
 
@@ -60,7 +61,7 @@ impl ImagoStorage {
 
     fn read(&self, pos: u64, memory: &mut [u8]) -> io::Result<()> {
         if let Some(disk) = &self.mapped {
-            return Ok(disk.read(pos, ReadCursor::from(memory))?);
+            return disk.read(pos, ReadCursor::from(memory)).map_err(os_error);
         }
         if let Some(cluster) = self.cluster
             && pos >= self.file.size()?.next_multiple_of(cluster)

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use imago::raw::Raw;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder};
 
-use crate::error::ImageError;
+use crate::error::{ImageError, os_error};
 use crate::formats::driver::{LayerMap, Status};
 use crate::formats::imago_adapter::ImagoStorage;
 use crate::formats::layer::{Content, ImagoDisk, Layer};
@@ -72,7 +72,7 @@ impl LayerMap for TableMap<'_> {
                 self.layer.file.path(),
                 format!("its metadata is damaged: the entry for byte {pos}, or it was cut off"),
             ),
-            _ => ImageError::os(self.layer.file.path(), "read its tables", &error.into()),
+            _ => ImageError::os(self.layer.file.path(), "read its tables", &os_error(error)),
         })?;
         let status = Status { len, data: false, zero: false, offset: None, file: 0 };
         match place {

@@ -253,7 +253,7 @@ impl Qcow2Disk {
                 Cluster::Zero { .. } => len,
                 Cluster::Data { host, copied: true } => {
                     let inside = pos & (self.cluster() - 1);
-                    let keep = flags.has(Flags::NO_UNMAP);
+                    let keep = flags.contains(Flags::NO_UNMAP);
                     self.clear_data(ByteRange::new(host + inside, len), keep)?;
                     len
                 }

@@ -31,7 +31,7 @@ use std::thread::JoinHandle;
 use nowait::{Alignment, BlockDevice, Direct, Error, FileStorage, OpenOptions, Storage};
 
 use crate::chain::Chain;
-use crate::error::ImageError;
+use crate::error::{ImageError, os_error};
 use crate::formats::layer::Layer;
 use crate::formats::mapped_disk::MAX_FILES;
 use crate::formats::qcow2::content::header_of;
@@ -268,7 +268,7 @@ pub(crate) fn storage_with(
         }
         libc::EBUSY => ImageError::refused(path, in_use(path)),
         libc::ENOMEDIUM => ImageError::refused(path, NO_MEDIUM),
-        _ => os(&error.into()),
+        _ => os(&os_error(error)),
     })?;
     let opened = FileId::of(storage.lock_fd()).map_err(|error| os(&error))?;
     let locked = file.identity().map_err(|error| os(&error))?;

@@ -187,7 +187,7 @@ impl Storage for NbdStorage {
                 false => Err(Error::new(libc::ENOSPC, Operation::Write).at(range)),
             };
         }
-        let durable = flags.has(Flags::DSYNC);
+        let durable = flags.contains(Flags::DSYNC);
         self.call(Command::Write, range, durable, data, Operation::Write)?;
         Ok(range.len as usize)
     }

@@ -128,7 +128,7 @@ impl Storage for RbdStorage {
                 break;
             }
         }
-        if flags.has(Flags::DSYNC) {
+        if flags.contains(Flags::DSYNC) {
             self.sync()?;
         }
         Ok(done)

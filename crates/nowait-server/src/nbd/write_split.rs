@@ -30,7 +30,7 @@ impl SplitPolicy {
     pub(crate) fn applies(self, io: Request, is_alone: bool) -> bool {
         io.op == Op::Write
             && io.range.len > self.fragment_bytes
-            && !io.flags.has(Flags::DSYNC)
+            && !io.flags.contains(Flags::DSYNC)
             && !is_alone
             && !self.strict
     }

@@ -452,10 +452,10 @@ fn translate<Q: IoQueue>(
     };
     let mut flags = Flags::ALL_OR_ERROR;
     if op_flags & IO_FUA != 0 && op != Op::Flush {
-        flags = flags.with(Flags::DSYNC);
+        flags |= Flags::DSYNC;
     }
     if op_flags & IO_NO_UNMAP != 0 && op == Op::Zero {
-        flags = flags.with(Flags::NO_UNMAP);
+        flags |= Flags::NO_UNMAP;
     }
     if op == Op::Flush {
         return Ok((Request { op, flags: Flags::NONE, range: ByteRange::new(0, 0) }, false));

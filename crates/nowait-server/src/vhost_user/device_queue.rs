@@ -206,7 +206,7 @@ impl DeviceQueue {
         let (op, flags, sector, len) = match request.kind {
             Kind::Read => (Op::Read, Flags::ALL_OR_ERROR, request.sector, request.len),
             Kind::Write => {
-                (Op::Write, Flags::ALL_OR_ERROR.with(through()), request.sector, request.len)
+                (Op::Write, Flags::ALL_OR_ERROR | through(), request.sector, request.len)
             }
             Kind::Flush => (Op::Flush, Flags::NONE, 0, 0),
             Kind::GetId => {
@@ -223,9 +223,7 @@ impl DeviceQueue {
                 let len = u64::from(sectors) * SECTOR_BYTES;
                 match (request.kind, flags) {
                     (Kind::Discard, 0) => (Op::Discard, through(), sector, len),
-                    (Kind::WriteZeroes, 0) => {
-                        (Op::Zero, through().with(Flags::NO_UNMAP), sector, len)
-                    }
+                    (Kind::WriteZeroes, 0) => (Op::Zero, through() | Flags::NO_UNMAP, sector, len),
                     (Kind::WriteZeroes, UNMAP) => (Op::Zero, through(), sector, len),
                     _ => return ended(VIRTIO_BLK_S_UNSUPP),
                 }

@@ -84,7 +84,7 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
     /// [`Flags::HIPRI`]. The kernel ignores `HIPRI` in preadv2(2) from Linux 5.19 on (C48).
     #[must_use]
     pub fn with_flags(self, flags: Flags) -> Self {
-        Self { flags: self.flags.with(flags), ..self }
+        Self { flags: self.flags | flags, ..self }
     }
 
     /// Reads into `buf` from byte `pos` on. Returns the bytes read: fewer than `buf.len()` only
@@ -171,7 +171,7 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
     }
 
     fn run(&self, op: Op, flags: Flags, pos: u64, segments: &[IoSegment]) -> Result<usize, Error> {
-        let flags = flags.with(self.flags);
+        let flags = flags | self.flags;
         let io = |len| Request { op, flags, range: ByteRange::new(pos, len) };
         if let [one] = segments
             && let Some(done) = self.run_simple(io(one.len as u64), one.base)

@@ -36,7 +36,7 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
     /// after which a part may be at the end of the file, and of fdatasync(2); `EIO` if another process
     /// has appended between two parts, which happens only where the kernel cuts a write short.
     pub fn append(&self, buf: &[u8], flags: Flags) -> Result<u64, Error> {
-        sync_io::append(self.disk(), &mut WriteCursor::from(buf), flags.with(self.flags()))
+        sync_io::append(self.disk(), &mut WriteCursor::from(buf), flags | self.flags())
     }
 
     /// Sets the size of the file; what is new reads as zeros. It has no order with requests in flight.

@@ -107,7 +107,7 @@ pub(crate) unsafe fn run<M: BlockMap + ?Sized>(
     extents: &mut Vec<ExtentStatus>,
 ) -> Result<u64, Error> {
     let Request { op, flags, range } = io;
-    let partial = !flags.has(Flags::ALL_OR_ERROR);
+    let partial = !flags.contains(Flags::ALL_OR_ERROR);
     let done = match op {
         Op::Read => {
             let range = disk.cut(range);
@@ -142,7 +142,7 @@ pub(crate) unsafe fn run<M: BlockMap + ?Sized>(
             range.len
         }
     };
-    if flags.has(Flags::DSYNC) && op.changes() {
+    if flags.contains(Flags::DSYNC) && op.changes() {
         disk.flush()?;
     }
     Ok(done)
@@ -248,7 +248,7 @@ pub(crate) fn append<M: BlockMap + ?Sized>(
     let file = disk.changeable()?;
     let range = ByteRange::new(disk.size(), data.len());
     let pos = with_range_lock(disk, range, LockMode::Exclusive, || file.append(data))?;
-    if flags.has(Flags::DSYNC) {
+    if flags.contains(Flags::DSYNC) {
         disk.flush()?;
     }
     Ok(pos)

@@ -113,7 +113,7 @@ impl DeferredOverwrites {
         if outcome != -libc::EAGAIN
             || request.role != Role::Write
             || request.deferred
-            || request.io.flags.has(Flags::NOWAIT)
+            || request.io.flags.contains(Flags::NOWAIT)
             || !requests.device_of(slot).disk.map.is_mapped(request.io.range)
             || !self.place(request.device(), slot)
         {

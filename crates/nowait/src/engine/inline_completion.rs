@@ -35,7 +35,7 @@ pub(crate) fn next_step(request: &RequestSlot) -> NextStep {
         NextStep::Again
     } else if request.role == Role::Split
         && request.io.op.changes()
-        && request.io.flags.has(Flags::DSYNC)
+        && request.io.flags.contains(Flags::DSYNC)
     {
         NextStep::Sync
     } else {

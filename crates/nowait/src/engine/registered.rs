@@ -45,7 +45,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         number: u16,
         tag: u64,
     ) -> Result<(), Rejected> {
-        let io = Request { flags: io.flags.with(Flags::NOWAIT), ..io };
+        let io = Request { flags: io.flags | Flags::NOWAIT, ..io };
         // The driver keeps its memory aligned; address 0 passes for every alignment.
         match self.dispatcher.simple(device.attached(), io, std::ptr::null_mut()) {
             Verdict::Simple(extent) => self.dispatcher.submit_registered(

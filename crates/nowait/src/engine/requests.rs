@@ -395,7 +395,7 @@ impl<M: BlockMap + ?Sized> Requests<M> {
     /// `EAGAIN` instead (C32).
     pub(crate) fn offload(&mut self, slot: u32, task: WorkerTask) {
         let request = &self.pool[slot];
-        if task == WorkerTask::Run && request.io.flags.has(Flags::NOWAIT) {
+        if task == WorkerTask::Run && request.io.flags.contains(Flags::NOWAIT) {
             return self.complete(slot, -i64::from(libc::EAGAIN));
         }
         self.enqueue_work(slot, task);

@@ -139,20 +139,20 @@ impl SimplePath {
     /// Whether a sync may have to follow the data of `io`, to make them durable.
     #[inline]
     fn may_need_sync(&self, io: Request) -> bool {
-        (self.separate_sync || self.groups_syncs) && io.flags.has(Flags::DSYNC)
+        (self.separate_sync || self.groups_syncs) && io.flags.contains(Flags::DSYNC)
     }
 
     /// Whether a sync follows the data of `io`, to make them durable. `others` says that other
     /// durable writes are in flight, which can share it.
     #[inline]
     pub(crate) fn needs_separate_sync(&self, io: Request, others: bool) -> bool {
-        (self.separate_sync || self.groups_syncs && others) && io.flags.has(Flags::DSYNC)
+        (self.separate_sync || self.groups_syncs && others) && io.flags.contains(Flags::DSYNC)
     }
 
     /// Whether `io` is a durable write with which others could share a sync.
     #[inline]
     pub(crate) fn can_share_sync(&self, io: Request) -> bool {
-        self.groups_syncs && io.op == Op::Write && io.flags.has(Flags::DSYNC)
+        self.groups_syncs && io.op == Op::Write && io.flags.contains(Flags::DSYNC)
     }
 
     /// The one transfer that serves `io` at `place` in the file of `target`.
@@ -168,7 +168,7 @@ impl SimplePath {
             segments,
             buffer,
             write: io.op == Op::Write,
-            must_not_wait: io.flags.has(Flags::NOWAIT),
+            must_not_wait: io.flags.contains(Flags::NOWAIT),
         }
     }
 

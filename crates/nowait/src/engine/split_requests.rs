@@ -160,7 +160,7 @@ impl SplitRequests {
             len: fragment.len as u32,
             rw_flags: device.simple_path.rw_flags(io.flags.without(Flags::DSYNC)),
             write,
-            must_not_wait: io.flags.has(Flags::NOWAIT),
+            must_not_wait: io.flags.contains(Flags::NOWAIT),
             ..Transfer::NONE
         };
         let align = device.disk.alignment();

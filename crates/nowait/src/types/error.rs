@@ -3,7 +3,7 @@
 //! Invariant: the errno is recorded where it is first seen and never translated after that; only a
 //! frontend maps it to numbers of its own protocol.
 
-use std::fmt;
+use std::{fmt, io};
 
 use crate::types::byte_range::ByteRange;
 
@@ -81,7 +81,7 @@ impl Error {
 
     /// The operation that failed.
     #[must_use]
-    pub const fn doing(self) -> Operation {
+    pub const fn operation(self) -> Operation {
         self.operation
     }
 
@@ -95,16 +95,19 @@ impl Error {
         Self::new(error.raw_os_error(), operation)
     }
 
-    /// An error without a range, with the errno of `error`; `EIO` where that has none.
+    /// The error that `error` was made from; else one without a range, with the errno of `error`, and
+    /// `EIO` where that has none.
     #[must_use]
-    pub fn from_io(error: &std::io::Error, operation: Operation) -> Self {
-        Self::new(error.raw_os_error().unwrap_or(libc::EIO), operation)
+    pub fn from_io(error: &io::Error, operation: Operation) -> Self {
+        let kept = error.get_ref().and_then(|source| source.downcast_ref::<Self>());
+        let errno = || error.raw_os_error().unwrap_or(libc::EIO);
+        kept.copied().unwrap_or_else(|| Self::new(errno(), operation))
     }
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let reason = std::io::Error::from_raw_os_error(self.errno);
+        let reason = io::Error::from_raw_os_error(self.errno);
         write!(f, "{} failed", self.operation.words())?;
         if self.range.len > 0 {
             write!(f, " at byte {} (+{})", self.range.pos, self.range.len)?;
@@ -121,8 +124,32 @@ impl fmt::Debug for Error {
 
 impl std::error::Error for Error {}
 
-impl From<Error> for std::io::Error {
+impl From<Error> for io::Error {
+    /// An error of the same kind whose source ([`io::Error::get_ref`]) is the error itself, so that the
+    /// operation and the range are kept. `raw_os_error` is then `None`; [`Error::from_io`] gives the errno.
     fn from(error: Error) -> Self {
-        Self::from_raw_os_error(error.errno)
+        Self::new(Self::from_raw_os_error(error.errno).kind(), error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_io_error_keeps_errno_operation_and_range() {
+        let error = Error::new(libc::ENOSPC, Operation::Write).at(ByteRange::new(4096, 512));
+        let kept = io::Error::from(error);
+        assert_eq!(kept.kind(), io::ErrorKind::StorageFull);
+        assert_eq!(kept.to_string(), error.to_string());
+        assert_eq!(Error::from_io(&kept, Operation::Status), error);
+    }
+
+    #[test]
+    fn an_io_error_of_the_system_has_its_errno_and_one_of_a_program_is_eio() {
+        let of_io = |error: io::Error| Error::from_io(&error, Operation::Read);
+        let of_system = io::Error::from_raw_os_error(libc::ESTALE);
+        assert_eq!(of_io(of_system), Error::new(libc::ESTALE, Operation::Read));
+        assert_eq!(of_io(io::Error::other("no errno")), Error::new(libc::EIO, Operation::Read));
     }
 }

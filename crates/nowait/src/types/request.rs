@@ -2,6 +2,8 @@
 //!
 //! Invariant: a `Request` refers to no memory; its segments are passed beside it.
 
+use std::ops::{BitOr, BitOrAssign};
+
 use crate::types::byte_range::ByteRange;
 use crate::types::error::Operation;
 
@@ -68,14 +70,14 @@ impl Flags {
     /// The `RWF_*` flags of pwritev2(2) for a transfer of the request.
     #[inline]
     pub(crate) const fn rw_flags(self) -> i32 {
-        (if self.has(Self::DSYNC) { libc::RWF_DSYNC } else { 0 })
-            | (if self.has(Self::HIPRI) { libc::RWF_HIPRI } else { 0 })
+        (if self.contains(Self::DSYNC) { libc::RWF_DSYNC } else { 0 })
+            | (if self.contains(Self::HIPRI) { libc::RWF_HIPRI } else { 0 })
     }
 
     /// Whether all of `other` are set.
     #[inline]
     #[must_use]
-    pub const fn has(self, other: Self) -> bool {
+    pub const fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0
     }
 
@@ -84,11 +86,22 @@ impl Flags {
     pub(crate) const fn without(self, other: Self) -> Self {
         Self(self.0 & !other.0)
     }
+}
 
-    /// This set and `other`.
-    #[must_use]
-    pub const fn with(self, other: Self) -> Self {
+impl BitOr for Flags {
+    type Output = Self;
+
+    /// The flags of both sets.
+    #[inline]
+    fn bitor(self, other: Self) -> Self {
         Self(self.0 | other.0)
+    }
+}
+
+impl BitOrAssign for Flags {
+    #[inline]
+    fn bitor_assign(&mut self, other: Self) {
+        *self = *self | other;
     }
 }
 

@@ -88,7 +88,7 @@ impl Api for AsyncFiles {
     fn read(&mut self, pos: u64, len: u64) -> Result<Vec<u8>, i32> {
         let mut buffer = IoBuffer::zeroed(len as usize).unwrap();
         buffer.fill(POISON);
-        let (done, buffer) = run!(self, read(pos, buffer));
+        let (done, buffer) = run!(self, read_at(buffer, pos));
         assert_eq!(buffer.len() as u64, len, "{}", self.label);
         let done = done.map_err(|error| error.errno())?;
         assert!(buffer[done..].iter().all(|&byte| byte == POISON), "{}", self.label);
@@ -98,7 +98,7 @@ impl Api for AsyncFiles {
     fn write(&mut self, pos: u64, data: &[u8], flags: Flags) -> Result<u64, i32> {
         let mut buffer = IoBuffer::zeroed(data.len()).unwrap();
         buffer.copy_from_slice(data);
-        bytes(run!(self, write(pos, buffer, flags)))
+        bytes(run!(self, write_at(buffer, pos, flags)))
     }
 
     /// One read of all: these APIs take no lists.

@@ -84,9 +84,9 @@ fn a_ring_that_may_not_be_entered_gives_way_to_threads() {
             let (driver, options) = (LocalDriver::new().unwrap(), OpenOptions::new());
             let local = LocalAsyncFile::open(file.path(), options).unwrap();
             let buffer = IoBuffer::zeroed(8192).unwrap();
-            assert_eq!(driver.block_on(local.write(4096, buffer, Flags::NONE)).0, Ok(8192));
+            assert_eq!(driver.block_on(local.write_at(buffer, 4096, Flags::NONE)).0, Ok(8192));
             let buffer = IoBuffer::zeroed(8192).unwrap();
-            assert_eq!(driver.block_on(local.read(4096, buffer)).0, Ok(8192));
+            assert_eq!(driver.block_on(local.read_at(buffer, 4096)).0, Ok(8192));
             assert_eq!(BlockingFile::open(file.path(), options).unwrap().size(), 12_288);
             refusal
         });

@@ -335,6 +335,6 @@ fn assert_hint(rig: &Rig, hint: Flags, is_pushed: bool) {
     assert!(!is_pushed || !pushed.is_empty(), "{}", rig.case.label);
     let has_hint = |it: &Pushed| it.transfer.rw_flags & libc::RWF_HIPRI != 0;
     let hinted = pushed.iter().filter(|it| has_hint(it)).count();
-    let wanted = if hint.has(Flags::HIPRI) { pushed.len() } else { 0 };
+    let wanted = if hint.contains(Flags::HIPRI) { pushed.len() } else { 0 };
     assert_eq!(hinted, wanted, "of {} transfers: {}", pushed.len(), rig.case.label);
 }

@@ -15,8 +15,8 @@ pub(crate) type Answer = (Result<usize, Error>, IoBuffer);
 pub(crate) trait TestFile: Clone {
     /// A request as a future: `Send` if those of the API are.
     type Request<T>: Future<Output = T> + Unpin;
-    fn read(&self, pos: u64, buffer: IoBuffer) -> Self::Request<Answer>;
-    fn write(&self, pos: u64, buffer: IoBuffer, flags: Flags) -> Self::Request<Answer>;
+    fn read_at(&self, buffer: IoBuffer, pos: u64) -> Self::Request<Answer>;
+    fn write_at(&self, buffer: IoBuffer, pos: u64, flags: Flags) -> Self::Request<Answer>;
     fn flush(&self) -> Self::Request<Result<(), Error>>;
     fn zero(&self, range: ByteRange, flags: Flags) -> Self::Request<Result<(), Error>>;
 }
@@ -25,11 +25,11 @@ macro_rules! test_file {
     ($file:ty, $future:ty) => {
         impl TestFile for $file {
             type Request<T> = Pin<Box<$future>>;
-            fn read(&self, pos: u64, buffer: IoBuffer) -> Self::Request<Answer> {
-                Box::pin(self.read(pos, buffer))
+            fn read_at(&self, buffer: IoBuffer, pos: u64) -> Self::Request<Answer> {
+                Box::pin(self.read_at(buffer, pos))
             }
-            fn write(&self, pos: u64, buffer: IoBuffer, flags: Flags) -> Self::Request<Answer> {
-                Box::pin(self.write(pos, buffer, flags))
+            fn write_at(&self, buffer: IoBuffer, pos: u64, flags: Flags) -> Self::Request<Answer> {
+                Box::pin(self.write_at(buffer, pos, flags))
             }
             fn flush(&self) -> Self::Request<Result<(), Error>> {
                 Box::pin(self.flush())
@@ -87,13 +87,13 @@ impl<F: TestFile> Share<F> {
                 self.random.fill(&mut buffer);
                 model.copy_from_slice(&buffer);
                 let flags = if step.is_multiple_of(16) { Flags::DSYNC } else { Flags::NONE };
-                let (written, buffer) = self.file.write(range.pos, buffer, flags).await;
+                let (written, buffer) = self.file.write_at(buffer, range.pos, flags).await;
                 assert_eq!(written? as u64, len);
                 assert!(*buffer == *model, "step {step}: the memory of {range:?} has changed");
             }
             4..8 => {
                 buffer.fill(0xa5);
-                let (read, buffer) = self.file.read(range.pos, buffer).await;
+                let (read, buffer) = self.file.read_at(buffer, range.pos).await;
                 assert_eq!(read? as u64, len);
                 assert!(*buffer == *model, "step {step}: {range:?}");
             }
@@ -110,13 +110,13 @@ impl<F: TestFile> Share<F> {
     async fn begin_and_drop(&mut self) -> Result<(), Error> {
         if self.random.below(2) == 0 {
             let (from, len) = self.range(SHARE);
-            poll_once(self.file.read(self.start + from, IoBuffer::zeroed(len as usize)?)).await;
+            poll_once(self.file.read_at(IoBuffer::zeroed(len as usize)?, self.start + from)).await;
         } else {
             let (from, len) = self.range(SCRATCH - 300);
             let mut buffer = IoBuffer::zeroed(len as usize)?;
             self.random.fill(&mut buffer);
             let pos = self.start + SHARE - SCRATCH + from;
-            poll_once(self.file.write(pos, buffer, Flags::NONE)).await;
+            poll_once(self.file.write_at(buffer, pos, Flags::NONE)).await;
         }
         Ok(())
     }

@@ -58,22 +58,22 @@ impl<F: TestFile> Model<F> {
         }
         match random.below(10) {
             0..5 => {
-                let (read, buffer) = self.file.read(pos, filled(len as usize, 0xee)).await;
+                let (read, buffer) = self.file.read_at(filled(len as usize, 0xee), pos).await;
                 assert!(read == Ok(len as usize) && *buffer == self.bytes[inside]);
             }
             5..8 => {
                 let mut buffer = filled(len as usize, 0);
                 random.fill(&mut buffer);
                 self.bytes[inside].copy_from_slice(&buffer);
-                assert_eq!(self.file.write(pos, buffer, Flags::NONE).await.0, Ok(len as usize));
+                assert_eq!(self.file.write_at(buffer, pos, Flags::NONE).await.0, Ok(len as usize));
             }
             8 => {
-                let mut read = self.file.read(0, filled(len as usize, 0xee));
+                let mut read = self.file.read_at(filled(len as usize, 0xee), 0);
                 let poll = |context: &mut Context<'_>| Poll::Ready(begin(&mut read, context));
                 self.begun = poll_fn(poll).await.is_pending().then_some(read);
             }
             _ => {
-                poll_once(self.file.read(pos, filled(len as usize, 0))).await;
+                poll_once(self.file.read_at(filled(len as usize, 0), pos)).await;
                 self.file = open(&self.path);
             }
         }
@@ -154,10 +154,10 @@ fn things(path: &Path) -> Vec<Option<Box<dyn Any>>> {
     let driver = LocalDriver::new().unwrap();
     let files = [open_local(path), open_local(path)];
     driver.block_on(async {
-        assert_eq!(files[0].read(0, filled(512, 1)).await.0, Ok(512));
+        assert_eq!(files[0].read_at(filled(512, 1), 0).await.0, Ok(512));
     });
     driver.wait(Some(Duration::from_millis(1)));
-    let mut reads = files.each_ref().map(|file| file.read(0, filled(COUNTED[2], 1)));
+    let mut reads = files.each_ref().map(|file| file.read_at(filled(COUNTED[2], 1), 0));
     for read in &mut reads {
         assert!(begin(read, &mut Context::from_waker(Waker::noop())).is_pending());
     }
@@ -245,7 +245,7 @@ fn config() -> Config {
 
 /// Sends `TOO_MANY` reads of `file`, none of which ends, to the end of which the result waits.
 fn fill<F: TestFile>(file: &F) -> Vec<F::Request<Answer>> {
-    let mut reads: Vec<_> = (0..TOO_MANY).map(|n| file.read(n * 512, filled(512, 0))).collect();
+    let mut reads: Vec<_> = (0..TOO_MANY).map(|n| file.read_at(filled(512, 0), n * 512)).collect();
     for read in &mut reads {
         assert!(begin(read, &mut Context::from_waker(Waker::noop())).is_pending());
     }
@@ -255,9 +255,9 @@ fn fill<F: TestFile>(file: &F) -> Vec<F::Request<Answer>> {
 /// Reads of two files beside one whose disk hangs: one is served by the kernel, the other by workers.
 async fn read_both<F: TestFile>(plain: F, workers: F) {
     for n in 0..50 {
-        let (read, buffer) = plain.read(n * 512, filled(512, 0)).await;
+        let (read, buffer) = plain.read_at(filled(512, 0), n * 512).await;
         assert!(read == Ok(512) && buffer.iter().all(|&byte| byte == 0));
-        let (read, buffer) = workers.read(n * 512, filled(512, 0)).await;
+        let (read, buffer) = workers.read_at(filled(512, 0), n * 512).await;
         assert!(read == Ok(512) && buffer.iter().all(|&byte| byte == SEVEN));
     }
 }
@@ -329,23 +329,23 @@ fn a_closed_file_leaves_its_device_while_others_of_its_engine_are_open() {
     let disk: Arc<BlockDevice<dyn BlockMap>> = disk(&path);
     let other = file.another(disk.clone()).unwrap();
     LocalDriver::new().unwrap().block_on(async {
-        assert_eq!(other.read(0, filled(512, 1)).await.0, Ok(512));
+        assert_eq!(other.read_at(filled(512, 1), 0).await.0, Ok(512));
     });
     drop(other);
     assert_eq!(Arc::strong_count(&disk), 1);
     let file = open_async(&path);
     let other = file.another(disk.clone()).unwrap();
-    assert_eq!(block_on(other.read(0, filled(512, 1))).0, Ok(512));
+    assert_eq!(block_on(other.read_at(filled(512, 1), 0)).0, Ok(512));
     drop(other);
     wait_until("the end of the device", || Arc::strong_count(&disk) == 1);
-    assert_eq!(block_on(file.read(0, filled(512, 1))).0, Ok(512));
+    assert_eq!(block_on(file.read_at(filled(512, 1), 0)).0, Ok(512));
 }
 
 #[test]
 fn a_future_that_was_not_sent_keeps_its_file_open() {
     let (_dir, path) = image(4096);
-    let read = open_local(&path).read(0, IoBuffer::zeroed(4096).unwrap());
+    let read = open_local(&path).read_at(IoBuffer::zeroed(4096).unwrap(), 0);
     assert_eq!(LocalDriver::new().unwrap().block_on(read).0, Ok(4096));
-    let read = open_async(&path).read(0, IoBuffer::zeroed(4096).unwrap());
+    let read = open_async(&path).read_at(IoBuffer::zeroed(4096).unwrap(), 0);
     assert_eq!(block_on(read).0, Ok(4096));
 }

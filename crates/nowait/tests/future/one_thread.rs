@@ -85,13 +85,13 @@ fn two_files_are_driven_together_and_one_that_is_opened_later_too() {
         let driver = LocalDriver::new().unwrap();
         let Some((file, disk)) = start(&path, one) else { continue };
         driver.block_on(async {
-            assert_eq!(file.read(0, filled(512, 1)).await.0, Ok(512));
+            assert_eq!(file.read_at(filled(512, 1), 0).await.0, Ok(512));
             let Some((later, later_disk)) = start(&other_path, other) else { return };
             let shares = [Share::new(file.clone(), 0), Share::new(later.clone(), 1)];
             join(shares.into_iter().map(Share::run).collect()).await;
             drop(later);
             wait_for_the_end(&later_disk);
-            assert_eq!(file.read(0, filled(512, 1)).await.0, Ok(512));
+            assert_eq!(file.read_at(filled(512, 1), 0).await.0, Ok(512));
         });
         drop(file);
         wait_for_the_end(&disk);
@@ -108,7 +108,7 @@ fn c45_a_dropped_future_leaves_its_memory_until_the_request_has_ended() {
             for _ in 0..ROUNDS {
                 for _ in 0..2 * SLOTS {
                     let pos = random.below(SIZE - COUNTED[1] as u64) & !4095;
-                    poll_once(file.read(pos, IoBuffer::zeroed(COUNTED[1]).unwrap())).await;
+                    poll_once(file.read_at(IoBuffer::zeroed(COUNTED[1]).unwrap(), pos)).await;
                     assert!(alive(1) - before <= SLOTS as usize);
                 }
                 assert!(alive(1) > before, "the requests were made");
@@ -126,8 +126,8 @@ fn c46_a_file_that_is_dropped_with_requests_in_flight_waits_for_them() {
         for round in 0..50 {
             driver.block_on(async {
                 for n in 0..round {
-                    poll_once(file.read(n * 5000, filled(10_000, 1))).await;
-                    poll_once(file.write(SIZE / 2 + n * 5000, filled(10_000, 1), Flags::NONE))
+                    poll_once(file.read_at(filled(10_000, 1), n * 5000)).await;
+                    poll_once(file.write_at(filled(10_000, 1), SIZE / 2 + n * 5000, Flags::NONE))
                         .await;
                 }
             });
@@ -139,7 +139,7 @@ fn c46_a_file_that_is_dropped_with_requests_in_flight_waits_for_them() {
 /// Leaves requests in flight that no driver has submitted to the kernel.
 fn poll_once_without_driver(file: LocalAsyncFile) {
     let mut reads: Vec<_> =
-        (0..2 * u64::from(SLOTS)).map(|n| file.read(n * 4096, filled(4096, 1))).collect();
+        (0..2 * u64::from(SLOTS)).map(|n| file.read_at(filled(4096, 1), n * 4096)).collect();
     for read in &mut reads {
         assert!(begin(Pin::new(read)).is_pending());
     }
@@ -151,14 +151,14 @@ fn requests_beyond_the_slots_all_end_and_those_that_must_not_wait_are_refused() 
     on_queues(|driver, file, _| {
         let all = 40 * u64::from(SLOTS);
         let reads = driver.block_on(async {
-            let reads: Vec<_> = (0..all).map(|n| file.read(n * 512, filled(4096, 1))).collect();
+            let reads: Vec<_> = (0..all).map(|n| file.read_at(filled(4096, 1), n * 512)).collect();
             let mut reads: Vec<_> = reads.into_iter().map(Box::pin).collect();
             for read in &mut reads {
                 assert!(
                     poll_fn(|context| Poll::Ready(read.as_mut().poll(context))).await.is_pending()
                 );
             }
-            let full = file.write(0, filled(4096, 0), Flags::NOWAIT).await;
+            let full = file.write_at(filled(4096, 0), 0, Flags::NOWAIT).await;
             assert_eq!((full.0.unwrap_err().errno(), full.1.len()), (libc::EAGAIN, 4096));
             join(reads).await
         });
@@ -174,14 +174,14 @@ fn errors_come_with_their_errno_and_give_the_buffer_back() {
     let file = LocalAsyncFile::open(&path, options).unwrap();
     assert_eq!(file.size(), SIZE);
     LocalDriver::new().unwrap().block_on(async {
-        let (written, buffer) = file.write(0, filled(512, 1), Flags::NONE).await;
+        let (written, buffer) = file.write_at(filled(512, 1), 0, Flags::NONE).await;
         assert_eq!((written.unwrap_err().errno(), buffer.len()), (libc::EROFS, 512));
-        let (read, buffer) = file.read(u64::MAX - 3, buffer).await;
+        let (read, buffer) = file.read_at(buffer, u64::MAX - 3).await;
         assert_eq!((read.unwrap_err().errno(), buffer.len()), (libc::EINVAL, 512));
-        let (read, buffer) = file.read(SIZE - 100, buffer).await;
+        let (read, buffer) = file.read_at(buffer, SIZE - 100).await;
         assert_eq!((read, buffer.len()), (Ok(100), 512));
-        assert_eq!(file.read(SIZE, buffer).await.0, Ok(0));
-        assert_eq!(file.read(0, IoBuffer::default()).await.0, Ok(0));
+        assert_eq!(file.read_at(buffer, SIZE).await.0, Ok(0));
+        assert_eq!(file.read_at(IoBuffer::default(), 0).await.0, Ok(0));
         let discarded = file.discard(ByteRange::new(0, 4096)).await;
         assert_eq!(discarded.unwrap_err().errno(), libc::EROFS);
     });
@@ -197,18 +197,18 @@ fn c46_when_the_queue_fails_requests_in_flight_and_later_ones_end_with_its_error
     let file = LocalAsyncFile::with_queue(disk, workers, queue, config).unwrap();
     let other = file.another(open(&path).0).unwrap();
     LocalDriver::new().unwrap().block_on(async {
-        let (written, buffer) = file.write(0, filled(4096, 1), Flags::NONE).await;
+        let (written, buffer) = file.write_at(filled(4096, 1), 0, Flags::NONE).await;
         assert_eq!(written, Ok(4096));
         fails.store(true, Ordering::SeqCst);
-        poll_once(file.read(8192, filled(4096, 1))).await;
-        let (read, buffer) = file.read(0, buffer).await;
+        poll_once(file.read_at(filled(4096, 1), 8192)).await;
+        let (read, buffer) = file.read_at(buffer, 0).await;
         assert_eq!(read.unwrap_err().errno(), libc::ENXIO);
         assert_eq!(buffer.len(), 0, "the memory belongs to the kernel");
-        let (read, buffer) = file.read(0, filled(4096, 1)).await;
+        let (read, buffer) = file.read_at(filled(4096, 1), 0).await;
         assert_eq!((read.unwrap_err().errno(), buffer.len()), (libc::ENXIO, 4096));
         assert_eq!(file.flush().await.unwrap_err().errno(), libc::ENXIO);
         // It is the queue of the other file as well.
-        let (read, buffer) = other.read(0, filled(4096, 1)).await;
+        let (read, buffer) = other.read_at(filled(4096, 1), 0).await;
         assert_eq!((read.unwrap_err().errno(), buffer.len()), (libc::ENXIO, 4096));
         assert_eq!(file.another(open(&path).0).unwrap_err().errno(), libc::ENXIO);
     });
@@ -217,7 +217,7 @@ fn c46_when_the_queue_fails_requests_in_flight_and_later_ones_end_with_its_error
 #[test]
 fn the_waker_of_the_last_poll_is_woken() {
     on_queues(|driver, file, _| {
-        let mut read = pin!(file.read(0, filled(4096, 1)));
+        let mut read = pin!(file.read_at(filled(4096, 1), 0));
         assert!(begin(read.as_mut()).is_pending());
         assert_eq!(driver.block_on(read).0, Ok(4096));
     });
@@ -250,7 +250,7 @@ fn another_thread_ends_the_sleep_of_the_driver() {
         test(&driver);
         let other = LocalAsyncFile::open(path, OpenOptions::default()).unwrap();
         test(&driver);
-        driver.block_on(async { assert_eq!(other.read(0, filled(512, 1)).await.0, Ok(512)) });
+        driver.block_on(async { assert_eq!(other.read_at(filled(512, 1), 0).await.0, Ok(512)) });
         drop((file, other));
         // The descriptor of a driver that is gone is not watched any more.
         test(&LocalDriver::new().unwrap());
@@ -261,8 +261,8 @@ fn another_thread_ends_the_sleep_of_the_driver() {
 fn a_driver_inside_a_driver_leaves_no_task_of_the_outer_one_asleep() {
     on_queues(|driver, file, _| {
         driver.block_on(async {
-            let outer = file.read(0, filled(4096, 1));
-            let inner = async { driver.block_on(file.read(4096, filled(4096, 1))).0 };
+            let outer = file.read_at(filled(4096, 1), 0);
+            let inner = async { driver.block_on(file.read_at(filled(4096, 1), 4096)).0 };
             let ((outer, _), inner) = both(outer, inner).await;
             assert_eq!((outer, inner), (Ok(4096), Ok(4096)));
         });
@@ -306,7 +306,7 @@ fn a_waker_may_drop_every_future_and_the_file() {
     }
     on_queues(|driver, file, _| {
         for n in 0..2 * u64::from(SLOTS) {
-            let mut read = Box::pin(file.read(n * 4096, filled(4096, 1)));
+            let mut read = Box::pin(file.read_at(filled(4096, 1), n * 4096));
             let waker = Waker::from(Arc::new(DropAll));
             assert!(read.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
             HELD.with_borrow_mut(|held| held.push(Box::new(read)));

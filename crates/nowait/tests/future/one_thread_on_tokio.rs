@@ -45,7 +45,7 @@ fn a_driver_that_sleeps_is_woken_by_the_next_request() {
             for n in 0..20 {
                 tokio::time::sleep(Duration::from_millis(2)).await;
                 let buffer = IoBuffer::zeroed(4096).unwrap();
-                assert_eq!(file.read(n * 4096, buffer).await.0, Ok(4096));
+                assert_eq!(file.read_at(buffer, n * 4096).await.0, Ok(4096));
                 file.flush().await.unwrap();
             }
         });
@@ -71,7 +71,7 @@ fn c45_a_runtime_that_is_dropped_in_flight_leaves_its_requests_to_the_file() {
 }
 
 async fn read(file: LocalAsyncFile, pos: u64) {
-    let _ = file.read(pos, IoBuffer::zeroed(4096).unwrap()).await;
+    let _ = file.read_at(IoBuffer::zeroed(4096).unwrap(), pos).await;
 }
 
 /// One driver serves all files of an engine; when it is dropped, another one takes over.
@@ -86,7 +86,7 @@ fn one_of_several_drivers_serves_all_files_until_the_last_one_is_closed() {
                 [&file, &file, &other, &other].map(|file| spawn_local(file.tokio_driver())).into();
             let both = async || {
                 for file in [&file, &other] {
-                    assert_eq!(file.read(0, IoBuffer::zeroed(4096).unwrap()).await.0, Ok(4096));
+                    assert_eq!(file.read_at(IoBuffer::zeroed(4096).unwrap(), 0).await.0, Ok(4096));
                 }
             };
             both().await;
@@ -96,7 +96,7 @@ fn one_of_several_drivers_serves_all_files_until_the_last_one_is_closed() {
                 both().await;
             }
             drop(file);
-            assert_eq!(other.read(0, IoBuffer::zeroed(4096).unwrap()).await.0, Ok(4096));
+            assert_eq!(other.read_at(IoBuffer::zeroed(4096).unwrap(), 0).await.0, Ok(4096));
             assert!(!drivers[3].is_finished());
             drop(other);
             let mut ends = Vec::new();

@@ -121,7 +121,7 @@ fn c45_thousands_of_dropped_futures_hold_no_more_memory_than_the_bound_and_leave
     block_on(async {
         let mut ours = IoBuffer::zeroed(4096).unwrap();
         random.fill(&mut ours);
-        let (written, ours) = file.write(0, ours, Flags::NONE).await;
+        let (written, ours) = file.write_at(ours, 0, Flags::NONE).await;
         assert_eq!(written.unwrap(), ours.len());
         let mut back = IoBuffer::zeroed(4096).unwrap();
         for _ in 0..ROUNDS {
@@ -129,15 +129,15 @@ fn c45_thousands_of_dropped_futures_hold_no_more_memory_than_the_bound_and_leave
                 let pos = 4096 + random.below(SIZE - 4096 - COUNTED[0] as u64);
                 let buffer = IoBuffer::zeroed(COUNTED[0]).unwrap();
                 if random.below(2) == 0 {
-                    poll_once(file.read(pos, buffer)).await;
+                    poll_once(file.read_at(buffer, pos)).await;
                 } else {
-                    poll_once(file.write(pos & !4095, buffer, Flags::NONE)).await;
+                    poll_once(file.write_at(buffer, pos & !4095, Flags::NONE)).await;
                 }
                 peak = peak.max(alive(0));
             }
             let read;
             back.fill(0);
-            (read, back) = file.read(0, back).await;
+            (read, back) = file.read_at(back, 0).await;
             assert_eq!(read.unwrap(), ours.len());
             assert!(*back == *ours);
         }
@@ -156,7 +156,7 @@ fn c46_requests_in_flight_are_answered_after_the_last_handle_was_dropped_and_the
     let write = |n: u64| {
         let mut buffer = IoBuffer::zeroed(8192).unwrap();
         buffer.fill(n as u8 + 1);
-        file.write(n * 8192, buffer, Flags::NONE)
+        file.write_at(buffer, n * 8192, Flags::NONE)
     };
     let mut sent: Vec<_> = (0..12).map(write).collect();
     let unsent = write(12);
@@ -186,7 +186,7 @@ fn c46_the_thread_ends_when_handle_and_futures_are_dropped_in_flight() {
         let (file, disk) = start_on_any(&path);
         let mut context = Context::from_waker(Waker::noop());
         for n in 0..round {
-            let mut read = file.read(n * 5000, IoBuffer::zeroed(10_000).unwrap());
+            let mut read = file.read_at(IoBuffer::zeroed(10_000).unwrap(), n * 5000);
             let _ = pin!(&mut read).poll(&mut context);
         }
         drop(file);
@@ -204,7 +204,7 @@ fn requests_beyond_the_slots_and_the_length_of_the_channel_all_end() {
             let file = file.clone();
             tokio::spawn(async move {
                 let buffer = IoBuffer::zeroed(4096).unwrap();
-                file.read(n * 512, buffer).await.0.unwrap()
+                file.read_at(buffer, n * 512).await.0.unwrap()
             })
         };
         let reads: Vec<_> = (0..40 * u64::from(SLOTS)).map(read).collect();
@@ -225,14 +225,14 @@ fn errors_come_with_their_errno_and_give_the_buffer_back() {
     let options = OpenOptions { read_only: true, ..OpenOptions::default() };
     let file = AsyncFile::open(&path, options).unwrap();
     assert_eq!(file.size(), SIZE);
-    let (written, buffer) = block_on(file.write(0, IoBuffer::zeroed(512).unwrap(), Flags::NONE));
+    let (written, buffer) = block_on(file.write_at(IoBuffer::zeroed(512).unwrap(), 0, Flags::NONE));
     assert_eq!((written.unwrap_err().errno(), buffer.len()), (libc::EROFS, 512));
-    let (read, buffer) = block_on(file.read(u64::MAX - 3, buffer));
+    let (read, buffer) = block_on(file.read_at(buffer, u64::MAX - 3));
     assert_eq!((read.unwrap_err().errno(), buffer.len()), (libc::EINVAL, 512));
-    let (read, buffer) = block_on(file.read(SIZE - 100, buffer));
+    let (read, buffer) = block_on(file.read_at(buffer, SIZE - 100));
     assert_eq!((read.unwrap(), buffer.len()), (100, 512));
-    assert_eq!(block_on(file.read(SIZE, buffer)).0.unwrap(), 0);
-    assert_eq!(block_on(file.read(0, IoBuffer::default())).0.unwrap(), 0);
+    assert_eq!(block_on(file.read_at(buffer, SIZE)).0.unwrap(), 0);
+    assert_eq!(block_on(file.read_at(IoBuffer::default(), 0)).0.unwrap(), 0);
     let discarded = block_on(file.discard(ByteRange::new(0, 4096)));
     assert_eq!(discarded.unwrap_err().errno(), libc::EROFS);
 }
@@ -244,13 +244,13 @@ fn a_discarded_range_reads_as_zeros_where_holes_can_be_punched() {
     let punches = disk.upgrade().unwrap().supports_punch_hole();
     let mut buffer = IoBuffer::zeroed(8192).unwrap();
     buffer.fill(9);
-    let (written, buffer) = block_on(file.write(0, buffer, Flags::NONE));
+    let (written, buffer) = block_on(file.write_at(buffer, 0, Flags::NONE));
     assert_eq!(written.unwrap(), 8192);
     match block_on(file.discard(ByteRange::new(0, 4096))) {
         Ok(()) => assert!(punches),
         Err(error) => assert_eq!((punches, error.errno()), (false, libc::EOPNOTSUPP)),
     }
-    let (read, buffer) = block_on(file.read(0, buffer));
+    let (read, buffer) = block_on(file.read_at(buffer, 0));
     assert_eq!(read.unwrap(), 8192);
     assert!(buffer[..4096].iter().all(|&byte| byte == if punches { 0 } else { 9 }));
     assert!(buffer[4096..].iter().all(|&byte| byte == 9));
@@ -270,17 +270,18 @@ fn c46_when_the_queue_fails_requests_in_flight_and_later_ones_end_with_its_error
     };
     let (file, disk) = start_on(&path, make).unwrap();
     let other = file.another(open(&path).0).unwrap();
-    let (written, buffer) = block_on(file.write(0, IoBuffer::zeroed(4096).unwrap(), Flags::NONE));
+    let (written, buffer) =
+        block_on(file.write_at(IoBuffer::zeroed(4096).unwrap(), 0, Flags::NONE));
     assert_eq!(written.unwrap(), 4096);
     switch.store(true, Ordering::SeqCst);
-    let (read, buffer) = block_on(file.read(0, buffer));
+    let (read, buffer) = block_on(file.read_at(buffer, 0));
     assert_eq!(read.unwrap_err().errno(), libc::ENXIO);
     assert_eq!(buffer.len(), 0, "the memory belongs to the kernel");
-    let (read, buffer) = block_on(file.read(0, IoBuffer::zeroed(4096).unwrap()));
+    let (read, buffer) = block_on(file.read_at(IoBuffer::zeroed(4096).unwrap(), 0));
     assert_eq!((read.unwrap_err().errno(), buffer.len()), (libc::ENXIO, 4096));
     assert_eq!(block_on(file.flush()).unwrap_err().errno(), libc::ENXIO);
     // It is the queue of the other file as well.
-    let (read, buffer) = block_on(other.read(0, IoBuffer::zeroed(4096).unwrap()));
+    let (read, buffer) = block_on(other.read_at(IoBuffer::zeroed(4096).unwrap(), 0));
     assert_eq!((read.unwrap_err().errno(), buffer.len()), (libc::ENXIO, 4096));
     assert_eq!(file.another(open(&path).0).unwrap_err().errno(), libc::ENXIO);
     drop((file, other));

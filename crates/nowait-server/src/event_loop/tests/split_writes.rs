@@ -54,7 +54,7 @@ fn only_a_long_write_that_is_not_durable_is_split_and_only_beside_others() {
     for whole in [
         io(Op::Read, Flags::ALL_OR_ERROR, 0, LONG),
         io(Op::Write, Flags::ALL_OR_ERROR, 0, FRAGMENT),
-        io(Op::Write, Flags::ALL_OR_ERROR.with(Flags::DSYNC), 0, LONG),
+        io(Op::Write, Flags::ALL_OR_ERROR | Flags::DSYNC, 0, LONG),
     ] {
         assert!(!policy.applies(whole, false), "{whole:?}");
     }

@@ -166,7 +166,7 @@ impl Channel {
             }
             return None;
         }
-        if request.io.flags.has(Flags::NOWAIT) {
+        if request.io.flags.contains(Flags::NOWAIT) {
             drop(contents);
             let error = Error::new(libc::EAGAIN, Operation::Validate).at(request.io.range);
             request.refuse(error);
@@ -199,7 +199,7 @@ impl Channel {
         batch.ended.drain(..).for_each(|file| files.ended(file));
         let mut left = free;
         while batch.turns.len() < BATCH
-            && let Some(turn) = files.next(left, |request| request.io.flags.has(Flags::NOWAIT))
+            && let Some(turn) = files.next(left, |request| request.io.flags.contains(Flags::NOWAIT))
         {
             left -= usize::from(turn.has_begun);
             let has_room = files.waiting(turn.file) <= self.limit / 2;

@@ -131,7 +131,7 @@ impl<Q: IoQueue> Driver<Q> {
         };
         let error = submitted.err()?.error;
         let (_, request) = self.in_flight.try_remove(tag)?;
-        let may_wait = !io.flags.has(Flags::NOWAIT) && self.engine.in_flight() > 0;
+        let may_wait = !io.flags.contains(Flags::NOWAIT) && self.engine.in_flight() > 0;
         if error.errno() == libc::EAGAIN && may_wait {
             return Some(request);
         }

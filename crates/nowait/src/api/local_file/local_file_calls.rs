@@ -30,7 +30,7 @@ impl LocalAsyncFile {
         buffer: IoBuffer,
         flags: Flags,
     ) -> impl Future<Output = (Result<u64, Error>, IoBuffer)> + use<> {
-        file_call::append(self.state.disk.clone(), buffer, flags.with(self.flags))
+        file_call::append(self.state.disk.clone(), buffer, flags | self.flags)
     }
 
     /// Sets the size of the file; what is new reads as zeros. It has no order with requests in flight.

@@ -73,9 +73,9 @@ use shared_engine::SharedEngine;
 ///     let file = nowait::LocalAsyncFile::open(&path, nowait::OpenOptions::default())?;
 ///     let mut buffer = nowait::IoBuffer::zeroed(8192)?;
 ///     buffer.fill(7);
-///     let (written, buffer) = file.write(4096, buffer, nowait::Flags::NONE).await;
+///     let (written, buffer) = file.write_at(buffer, 4096, nowait::Flags::NONE).await;
 ///     assert_eq!(written?, 8192);
-///     let (read, buffer) = file.read(8192, buffer).await;
+///     let (read, buffer) = file.read_at(buffer, 8192).await;
 ///     assert_eq!(read?, 8192);
 ///     assert!(buffer[..4096].iter().all(|&byte| byte == 7));
 ///     assert!(buffer[4096..].iter().all(|&byte| byte == 0));
@@ -150,7 +150,7 @@ impl LocalAsyncFile {
     /// [`Flags::HIPRI`].
     #[must_use]
     pub fn with_flags(self, flags: Flags) -> Self {
-        Self { flags: self.flags.with(flags), ..self }
+        Self { flags: self.flags | flags, ..self }
     }
 
     /// Reads into `buffer` from byte `pos` on. The result is the bytes read: fewer than
@@ -159,10 +159,10 @@ impl LocalAsyncFile {
     /// # Errors
     /// `EINVAL` for a range beyond `i64::MAX` (C08); the errno of preadv2(2). The buffer is given
     /// back.
-    pub fn read(
+    pub fn read_at(
         &self,
-        pos: u64,
         buffer: IoBuffer,
+        pos: u64,
     ) -> impl Future<Output = (Result<usize, Error>, IoBuffer)> + Unpin + use<> {
         self.request(Op::Read, self.flags, ByteRange::new(pos, buffer.len() as u64), buffer)
     }
@@ -175,15 +175,15 @@ impl LocalAsyncFile {
     /// `EROFS` on a read-only device, `ENOSPC` at or past the end of a disk and where no space is
     /// left, `EINVAL` for a range beyond `i64::MAX`, `EAGAIN` under [`Flags::NOWAIT`]; the errno of pwritev2(2) or fdatasync(2). The
     /// buffer is given back.
-    pub fn write(
+    pub fn write_at(
         &self,
-        pos: u64,
         buffer: IoBuffer,
+        pos: u64,
         flags: Flags,
     ) -> impl Future<Output = (Result<usize, Error>, IoBuffer)> + Unpin + use<> {
         self.request(
             Op::Write,
-            flags.with(self.flags),
+            flags | self.flags,
             ByteRange::new(pos, buffer.len() as u64),
             buffer,
         )

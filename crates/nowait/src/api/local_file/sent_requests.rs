@@ -71,7 +71,7 @@ impl SentRequests {
         if let Some(error) = self.failure {
             return Err((Slot::Pending(request), error));
         }
-        let nowait = io.flags.has(Flags::NOWAIT);
+        let nowait = io.flags.contains(Flags::NOWAIT);
         let is_first = nowait || self.files.waiting(file) == 0;
         let begins = is_first && self.files.begin(file, self.engine.free_slots());
         if nowait && !begins {
@@ -109,7 +109,7 @@ impl SentRequests {
                 Ok(true)
             }
             Err(error) => {
-                let may_wait = !io.flags.has(Flags::NOWAIT) && self.engine.in_flight() > 0;
+                let may_wait = !io.flags.contains(Flags::NOWAIT) && self.engine.in_flight() > 0;
                 match error.errno() == libc::EAGAIN && may_wait {
                     true => Ok(false),
                     false => Err(error),

@@ -35,7 +35,7 @@ impl LocalAsyncFile {
     /// tokio::task::LocalSet::new().block_on(&runtime, async {
     ///     let file = nowait::LocalAsyncFile::open(&path, nowait::OpenOptions::default())?;
     ///     tokio::task::spawn_local(file.tokio_driver());
-    ///     let (read, _) = file.read(4096, nowait::IoBuffer::zeroed(512)?).await;
+    ///     let (read, _) = file.read_at(nowait::IoBuffer::zeroed(512)?, 4096).await;
     ///     assert_eq!(read?, 512);
     ///     Ok(())
     /// })

@@ -45,7 +45,7 @@ fn zero_step<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, io: Request) -> Result
     });
     match done {
         Err(error) if error.errno() == libc::EOPNOTSUPP && op == Op::Zero => {
-            if flags.has(Flags::FAST_ZERO) { Err(error) } else { write_zeros(disk, range) }
+            if flags.contains(Flags::FAST_ZERO) { Err(error) } else { write_zeros(disk, range) }
         }
         other => other,
     }
@@ -97,7 +97,7 @@ fn whole_blocks(range: ByteRange, block: u32) -> ByteRange {
 fn zero_whole<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, io: Request) -> Result<(), Error> {
     let Request { op, flags, range } = io;
     let storage = disk.top();
-    let keep = op == Op::Zero && flags.has(Flags::NO_UNMAP);
+    let keep = op == Op::Zero && flags.contains(Flags::NO_UNMAP);
     let mut done = if keep { zero_allocated(storage, io) } else { storage.punch(range) };
     if op == Op::Zero && !keep && done.is_err_and(|e| e.errno() == libc::EOPNOTSUPP) {
         done = zero_allocated(storage, io);
@@ -113,7 +113,7 @@ fn zero_whole<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, io: Request) -> Resul
 /// Zeroes and keeps the storage. `EOPNOTSUPP` for a fast zero on a block device, where the kernel
 /// may write zeros.
 fn zero_allocated(storage: &dyn Storage, io: Request) -> Result<(), Error> {
-    if io.flags.has(Flags::FAST_ZERO) && storage.properties().device {
+    if io.flags.contains(Flags::FAST_ZERO) && storage.properties().device {
         return Err(Error::new(libc::EOPNOTSUPP, Operation::Zero).at(io.range));
     }
     storage.zero(io.range)
