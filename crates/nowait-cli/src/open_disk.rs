@@ -14,7 +14,7 @@ use nowait_server::{AnyExport, BlockSize, ExportOptions};
 use rustix::io::Errno;
 use tracing::warn;
 
-use crate::args::ServeArgs;
+use crate::args::{ServeArgs, Switch};
 use crate::export_spec::NamedExport;
 use crate::{args, malloc_threshold, open_chain, parallel_map, systemd, waiting};
 
@@ -196,8 +196,8 @@ pub(crate) fn chain_options(args: &ServeArgs) -> ChainOptions {
             args::Direct::Off => nowait::Direct::Off,
             args::Direct::Auto => nowait::Direct::Auto,
         },
-        no_hint: !args.config().hint,
-        no_allocate_ahead: !args.config().allocate_ahead,
+        cache_holes: args.is_on(Switch::Hint),
+        allocate_ahead: args.is_on(Switch::AllocateAhead),
         ..ChainOptions::default()
     }
 }

@@ -141,7 +141,7 @@ impl<Q: IoQueue> FileEndpoint<Q> {
         queue: Q,
         config: Config,
     ) -> Result<Self, Error> {
-        let engine = Engine::new(queue, WorkerPool::new(config.workers), config);
+        let engine = Engine::new(queue, WorkerPool::default(), config);
         let attached = engine.and_then(|mut engine| Ok((engine.attach(disk)?, engine)));
         let (disk, engine) = attached.map_err(|error| Error::at(&name, error))?;
         let (queue, done) = (VecDeque::new(), VecDeque::new());

@@ -18,7 +18,7 @@ fn run() -> Result<u64, Box<dyn std::error::Error>> {
     let lookups: u64 =
         arguments.next().and_then(|n| n.to_str()?.parse().ok()).ok_or("no LOOKUPS")?;
     let chain = Chain::open(image.as_ref(), &ChainOptions::default())?;
-    let options = ServeOptions { writable: false, direct: Direct::Off, hint: true };
+    let options = ServeOptions { writable: false, direct: Direct::Off, cache_holes: true };
     let (disk, _open_image) = open(chain, options)?;
     let disk = std::sync::Arc::new(disk);
     let file = nowait::BlockingFile::new(disk.clone());

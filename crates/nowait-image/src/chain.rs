@@ -98,12 +98,12 @@ pub struct ChainOptions {
     /// The data files that may be opened; no others are, wherever they are.
     pub data_files: Vec<PathBuf>,
     /// Whether the page cache is bypassed, for all files alike. Only for a device
-    /// ([`crate::open()`]), as are `no_hint` and `no_allocate_ahead`.
+    /// ([`crate::open()`]), as are `cache_holes` and `allocate_ahead`.
     pub direct: Direct,
-    /// Whether mappings are not cached; see [`nowait::Config::hint`].
-    pub no_hint: bool,
-    /// Whether nothing is allocated ahead; see [`nowait::Config::allocate_ahead`].
-    pub no_allocate_ahead: bool,
+    /// Whether mappings are cached; see [`nowait::OpenOptions::cache_holes`]. Never where others may write.
+    pub cache_holes: bool,
+    /// See [`nowait::OpenOptions::allocate_ahead`].
+    pub allocate_ahead: bool,
     /// Whether no part of the first file's path may be a symbolic link, whatever is changed meanwhile.
     pub no_links: bool,
     /// The files of the image that are open elsewhere: their locks and claims are taken over instead
@@ -126,8 +126,8 @@ impl Default for ChainOptions {
             backing_storages: NamedStorages::default(),
             data_files: Vec::new(),
             direct: Direct::Auto,
-            no_hint: false,
-            no_allocate_ahead: false,
+            cache_holes: true,
+            allocate_ahead: true,
             no_links: false,
             handed_over: HandedOver::default(),
         }

@@ -73,8 +73,8 @@ pub fn open_storage(
 fn of_chain(chain: Chain, options: &ChainOptions) -> Result<Image, ImageError> {
     let path = chain.top().file.path().to_owned();
     let mut warnings = chain.warnings().to_vec();
-    let ChainOptions { writable, direct, no_hint, .. } = *options;
-    let serve = ServeOptions { writable, direct, hint: !no_hint };
+    let ChainOptions { writable, direct, cache_holes, .. } = *options;
+    let serve = ServeOptions { writable, direct, cache_holes };
     let content = match chain.top() {
         top if top.format().is_raw() => open_raw(chain, options, &mut warnings)?,
         top if top.table().is_some() => {
@@ -104,22 +104,20 @@ fn open_raw(
     warnings: &mut Vec<Warning>,
 ) -> Result<Content, ImageError> {
     let file = &chain.top().file;
-    let ChainOptions { writable, direct, no_hint, no_allocate_ahead, allow_mounted, .. } = *options;
+    let ChainOptions { writable, direct, cache_holes, allocate_ahead, allow_mounted, .. } =
+        *options;
     let read_only = !writable;
     // Others may write to a remote disk, to one without a lock, and to a device that is mounted, so
     // what is learned about it does not stay true.
     let is_alone = file.remote().is_none()
         && options.locking == Locking::Locked
         && !(allow_mounted && file.is_block_device());
-    let cache_holes = is_alone && !no_hint;
-    let options_of_file = OpenOptions {
-        read_only,
-        direct,
-        allow_mounted,
-        cache_holes,
-        no_allocate_ahead,
-        ..OpenOptions::default()
-    };
+    let options_of_file = OpenOptions::new()
+        .read_only(read_only)
+        .direct(direct)
+        .allow_mounted(allow_mounted)
+        .cache_holes(cache_holes && is_alone)
+        .allocate_ahead(allocate_ahead);
     let storage = qcow2_disk::storage_with(file, options_of_file)?;
     let is_device = storage.properties().device;
     let device = BlockDevice::raw(storage, options_of_file);

@@ -17,9 +17,10 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use nowait::internal::AdaptivePoll;
+
 use nowait::{
-    AdaptivePoll, ByteRange, Completion, Error, FD_TOKEN, Flags, Interest, IoQueue, Op, Request,
-    Token,
+    ByteRange, Completion, Error, FD_TOKEN, Flags, Interest, IoQueue, Op, Request, Token,
 };
 
 use crate::export::result;

@@ -296,12 +296,17 @@ mod tests {
     #[test]
     fn a_new_engine_of_a_thread_counts_on_from_where_the_last_one_was() {
         let export = ExportStatistics::default();
+        let counted = |simple, merged| {
+            let mut stats = Stats::default();
+            (stats.simple, stats.merged) = (simple, merged);
+            stats
+        };
         for (simple, merged) in [(5, 1), (2, 0)] {
             let thread = export.for_thread();
             let before = thread.mechanisms();
-            thread.publish(&before, &Stats { simple: 1, ..Stats::default() }, 7);
+            thread.publish(&before, &counted(1, 0), 7);
             assert_eq!(export.in_flight(), 7);
-            thread.publish(&before, &Stats { simple, merged, ..Stats::default() }, 0);
+            thread.publish(&before, &counted(simple, merged), 0);
         }
         let counts = export.mechanisms();
         let of = |wanted| counts.iter().find(|(name, _)| *name == wanted).map(|(_, count)| *count);

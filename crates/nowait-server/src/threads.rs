@@ -211,7 +211,7 @@ impl Shared {
             limit: Arc::new(ConnectionLimit::new(options.max_connections)),
             declared: DeclaredUse::default(),
             budget: Budget::new(options.config.buffer_bytes),
-            workers: WorkerPool::new(options.config.workers),
+            workers: WorkerPool::default(),
             options,
             running: AtomicUsize::new(0),
             stopping: AtomicBool::new(false),

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use nowait::sim::{Random, SimDevice, SimOptions};
 use nowait::{
-    AllocationCache, BlockDevice, BlockMap, BlockingFile, Config, Error, OpenOptions, SimStorage,
+    AllocationCache, BlockDevice, BlockMap, BlockingFile, Error, OpenOptions, SimStorage,
     WorkerPool,
 };
 use nowait_image::check::Report;
@@ -188,10 +188,10 @@ impl Image {
 }
 
 fn raw(scenario: &Scenario, device: &Arc<SimDevice>) -> Result<Disk, Error> {
-    let Config { hint, allocate_ahead, .. } = scenario.config;
-    let options = OpenOptions { direct: scenario.direct, ..OpenOptions::default() };
+    let OpenOptions { cache_holes, allocate_ahead, .. } = scenario.disk;
+    let options = OpenOptions::new().direct(scenario.disk.direct);
     let data = SimStorage::open(device, 0, options);
-    let (size, map) = (device.bytes(), AllocationCache::new(device.bytes(), hint));
+    let (size, map) = (device.bytes(), AllocationCache::new(device.bytes(), cache_holes));
     let map = map.allocating_ahead(allocate_ahead);
     map.scan(&data);
     Ok(Arc::new(BlockDevice::mapped(Arc::new(data), Vec::new(), size, false, map)))
@@ -244,8 +244,8 @@ fn qcow2(
     if report.corruptions > 0 && opening == Opening::Consistent {
         return Err(Violation::new(format!("the image is corrupt: {report:?}")));
     }
-    let (direct, hint) = (scenario.direct, scenario.config.hint);
-    let options = ServeOptions { writable, direct, hint };
+    let (direct, cache_holes) = (scenario.disk.direct, scenario.disk.cache_holes);
+    let options = ServeOptions { writable, direct, cache_holes };
     let Opened { top, below: backing, size, map, open_image } =
         open_simulated(chain, options, GROW_BYTES).map_err(wrong)?;
     let disk = BlockDevice::mapped(top, backing, size, !writable, map);

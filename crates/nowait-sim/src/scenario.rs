@@ -7,7 +7,7 @@
 mod tests;
 
 use nowait::sim::{Fault, Faults, Random, SimOptions};
-use nowait::{Alignment, ByteRange, Config, Direct, Flags, Op};
+use nowait::{Alignment, ByteRange, Config, Direct, Flags, Op, OpenOptions};
 use nowait_server::SimChange;
 
 /// The longest request, in bytes.
@@ -78,8 +78,8 @@ pub struct Scenario {
     pub qcow2: Option<u32>,
     /// The engines' options.
     pub config: Config,
-    /// Whether the page cache is bypassed.
-    pub direct: Direct,
+    /// Whether the page cache is bypassed, holes are cached, and storage is allocated ahead.
+    pub disk: OpenOptions,
     /// Requests begin and end at multiples of this many bytes.
     pub grain: u64,
     /// The number of engines on the device, or of the server's threads.
@@ -226,6 +226,7 @@ impl Scenario {
             bytes += random.below(4096);
         }
         let whole = grain.is_multiple_of(u64::from(block));
+        let mut disk = OpenOptions::new().direct(direct);
         let mut scenario = Self {
             mode,
             seed,
@@ -245,8 +246,8 @@ impl Scenario {
                 pauses: random.pick(&[0, 8000, 40_000]).unwrap_or(0),
             },
             faults: faults(&mut random),
-            config: config(&mut random),
-            direct,
+            config: config(&mut random, &mut disk),
+            disk,
             grain,
             parts: 1 + random.below(3),
             workers: 1 + random.below(6) as usize,
@@ -272,7 +273,7 @@ impl Scenario {
             Mode::Ublk => scenario.in_blocks(u64::from(scenario.device.align.offset).max(512)),
             Mode::Engine | Mode::Server | Mode::Remote => {}
         }
-        scenario.config.allocate_ahead = random.below(8) > 0;
+        scenario.disk = scenario.disk.allocate_ahead(random.below(8) > 0);
         scenario.draw_operator(&mut random);
         scenario.neighbours = neighbours(mode, seed);
         scenario
@@ -288,7 +289,8 @@ impl Scenario {
         // The queue of a thread is that of all of its exports.
         own.faults.submit_errors = self.faults.submit_errors;
         own.faults.once = self.faults.once.filter(|(_, fault)| *fault == Fault::SubmitError);
-        Self { config: self.config, parts: self.parts, seed: self.seed, ..own }
+        let disk = self.disk.direct(own.disk.direct);
+        Self { config: self.config, disk, parts: self.parts, seed: self.seed, ..own }
     }
 
     /// What an operator does to a server.
@@ -573,7 +575,8 @@ fn faults(random: &mut Random) -> Faults {
     Faults { rot: random.pick(&[0, 0, 6000]).unwrap_or(0), ..faults }
 }
 
-fn config(random: &mut Random) -> Config {
+/// The engine's configuration and, between two of its draws, whether holes are cached.
+fn config(random: &mut Random, disk: &mut OpenOptions) -> Config {
     let mut on = || random.below(8) > 0;
     let base = Config {
         simple: on(),
@@ -582,13 +585,12 @@ fn config(random: &mut Random) -> Config {
         pool: on(),
         merge: on(),
         nowait_first: on(),
-        hint: on(),
         ..Config::default()
     };
+    *disk = disk.cache_holes(on());
     Config {
         strict: random.below(16) == 0,
         slots: 2 + random.below(60) as u32,
-        workers: 4,
         // The pool is small because it is zeroed at each open; a buffer that does not fit is
         // allocated separately.
         buffer_bytes: if random.below(16) == 0 { 4 << 20 } else { 512 << 10 },

@@ -38,7 +38,8 @@ impl Side {
     fn new(name: &str, seed: u64, latency: u64) -> Self {
         let mut scenario = Scenario::of(Mode::Server, seed);
         scenario.device = SimOptions { seed, latency, ..SimOptions::able(BYTES) };
-        (scenario.faults, scenario.qcow2, scenario.direct) = (Faults::default(), None, Direct::On);
+        (scenario.faults, scenario.qcow2, scenario.disk.direct) =
+            (Faults::default(), None, Direct::On);
         (scenario.config, scenario.grain) = (Config::default(), BLOCK);
         let device = Arc::new(SimDevice::new(scenario.device));
         let mut bytes = vec![0; BYTES as usize];

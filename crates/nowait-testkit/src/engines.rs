@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use nowait::{
     AioThreadQueue, BlockDevice, BlockMap, Completion, Config, Engine, Error, EventSource, IoQueue,
-    Null, Outcome, QueueFile, QueueFull, SingleDisk, Token, Transfer, Uring, WorkerPool,
+    Null, OpenOptions, Outcome, QueueFile, QueueFull, SingleDisk, Token, Transfer, Uring,
+    WorkerPool,
 };
 
 use crate::requirements::required;
@@ -67,20 +68,21 @@ impl TestQueueKind {
     }
 }
 
-/// `on`, and `on` with each of its switches off, by name.
-pub fn switches(on: Config) -> [(&'static str, Config); 11] {
+/// An engine and a disk with all switches on, and with each of them off, by name.
+pub fn switches(on: Config) -> [(&'static str, Config, OpenOptions); 11] {
+    let disk = OpenOptions::new().cache_holes(true);
     [
-        ("all on", on),
-        ("simple off", Config { simple: false, ..on }),
-        ("inline completion off", Config { inline_completion: false, ..on }),
-        ("vectored off", Config { vectored: false, ..on }),
-        ("merge off", Config { merge: false, ..on }),
-        ("pool off", Config { pool: false, ..on }),
-        ("nowait first off", Config { nowait_first: false, ..on }),
-        ("back-off off", Config { back_off: false, ..on }),
-        ("hint off", Config { hint: false, ..on }),
-        ("group syncs off", Config { group_syncs: false, ..on }),
-        ("allocate ahead off", Config { allocate_ahead: false, ..on }),
+        ("all on", on, disk),
+        ("simple off", Config { simple: false, ..on }, disk),
+        ("inline completion off", Config { inline_completion: false, ..on }, disk),
+        ("vectored off", Config { vectored: false, ..on }, disk),
+        ("merge off", Config { merge: false, ..on }, disk),
+        ("pool off", Config { pool: false, ..on }, disk),
+        ("nowait first off", Config { nowait_first: false, ..on }, disk),
+        ("back-off off", Config { back_off: false, ..on }, disk),
+        ("hint off", on, disk.cache_holes(false)),
+        ("group syncs off", Config { group_syncs: false, ..on }, disk),
+        ("allocate ahead off", on, disk.allocate_ahead(false)),
     ]
 }
 

@@ -32,7 +32,7 @@ fn target(path: &Path, size: u64) -> Result<BlockingFile, Box<dyn Error>> {
 }
 
 fn copy(from: &Path, to: &Path) -> Result<Copied, Box<dyn Error>> {
-    let from = BlockingFile::open(from, OpenOptions { read_only: true, ..OpenOptions::default() })?;
+    let from = BlockingFile::open(from, OpenOptions::new().read_only(true))?;
     let to = target(to, from.size())?;
     let mut buffer = nowait::IoBuffer::zeroed(STEP_BYTES)?;
     let mut copied = Copied::default();

@@ -47,7 +47,7 @@ async fn print_progress(count: Rc<Count>) {
 }
 
 async fn run(path: &Path) -> Result<usize, Error> {
-    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().read_only(true);
     let file = LocalAsyncFile::open(path, options)?;
     spawn_local(file.tokio_driver());
     let all = Rc::new(Count { file, next: Cell::new(0), zeros: Cell::new(0) });

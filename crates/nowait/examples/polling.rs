@@ -101,10 +101,10 @@ impl Reader {
 }
 
 fn sum(path: &Path) -> Result<u64, Box<dyn Error>> {
-    let disk = BlockDevice::open(path, OpenOptions { read_only: true, ..OpenOptions::default() })?;
+    let disk = BlockDevice::open(path, OpenOptions::new().read_only(true))?;
     let (size, config) = (disk.size(), Config::default());
     let queue = QueueKind::Auto.open(config.slots)?;
-    let mut engine = Engine::new(queue, WorkerPool::new(config.workers), config)?;
+    let mut engine = Engine::new(queue, WorkerPool::default(), config)?;
     let disk = engine.attach(Arc::new(disk))?;
     Reader { engine, disk, size, next: 0, done: 0, sum: 0 }.run()
 }

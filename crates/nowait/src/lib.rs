@@ -89,11 +89,9 @@ pub use api::async_file::AsyncFile;
 pub use api::blocking_file::BlockingFile;
 pub use api::local_file::LocalAsyncFile;
 pub use api::local_file::local_driver::LocalDriver;
-pub use block::ahead_map::AheadMap;
 pub use block::allocation_cache::AllocationCache;
 pub use block::block_map::{BlockMap, Extent, Intent, LinearMap, WouldBlock};
 pub use block::device::BlockDevice;
-pub use block::flush_coalescer::FlushCoalescer;
 pub use block::image_format::ImageFormat;
 #[cfg(feature = "sim")]
 pub use blocking::worker_pool::SimJob;
@@ -101,9 +99,8 @@ pub use blocking::worker_pool::WorkerPool;
 pub use engine::Engine;
 pub use engine::attached_device::DeviceHandle;
 pub use engine::completion::{Completion, Rejected, Stats};
-pub use engine::pool::SlotPoolStats;
 pub use engine::single_disk::SingleDisk;
-pub use memory::buffer_pool::{BUFFER_ALIGN, Budget, PooledBuffer};
+pub use memory::buffer_pool::{Budget, PooledBuffer};
 pub use memory::io_buffer::IoBuffer;
 pub use queue::auto::{AnyQueue, QueueKind};
 pub use queue::pending_transfer::{AsyncTransfers, PendingTransfer};
@@ -117,17 +114,28 @@ pub use storage::file_calls::{Allocate, FileLock};
 pub use storage::open_options::{Direct, OpenOptions};
 #[cfg(feature = "sim")]
 pub use storage::sim::SimStorage;
-pub use storage::{Storage, StorageProperties, StorageSpace};
-pub use threads::adaptive_poll::AdaptivePoll;
+pub use storage::{Storage, StorageProperties};
 pub use types::alignment::Alignment;
 pub use types::byte_range::ByteRange;
 pub use types::config::Config;
 pub use types::error::{Error, Operation};
 pub use types::io_cursor::{IoCursor, ReadCursor, WriteCursor};
-pub use types::iovec::{IoSegment, MAX_SEGMENTS, MAX_TRANSFER_BYTES};
+pub use types::iovec::{IoSegment, MAX_SEGMENTS};
 pub use types::request::{ExtentStatus, Flags, Op, Request};
 pub use types::token::{FD_TOKEN, Token};
 pub use types::transfer::{Outcome, Transfer, UNREGISTERED};
+
+/// For the other crates of this project only: it changes without notice.
+#[doc(hidden)]
+pub mod internal {
+    pub use crate::block::ahead_map::AheadMap;
+    pub use crate::block::flush_coalescer::FlushCoalescer;
+    pub use crate::engine::pool::SlotPoolStats;
+    pub use crate::memory::buffer_pool::BUFFER_ALIGN;
+    pub use crate::storage::StorageSpace;
+    pub use crate::threads::adaptive_poll::AdaptivePoll;
+    pub use crate::types::iovec::MAX_TRANSFER_BYTES;
+}
 
 /// Compiles the README's examples.
 #[cfg(doctest)]

@@ -34,8 +34,7 @@ impl Image {
 
     /// The open image, and an engine on it; `None` where there is no direct I/O, or no extents.
     fn open(&self, on: bool) -> Option<(Disk, SingleDisk<TestQueue, AllocationCache>)> {
-        let options =
-            OpenOptions { cache_holes: true, no_allocate_ahead: !on, ..OpenOptions::default() };
+        let options = OpenOptions::new().cache_holes(true).allocate_ahead(on);
         let disk = Arc::new(BlockDevice::open(&self.path, options).unwrap());
         disk.scan();
         if !disk.is_direct() || !disk.is_hole(ByteRange::new(0, SIZE)) {

@@ -165,7 +165,7 @@ fn read_both(kind: QueueKind) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("odd");
     std::fs::write(&path, &model).unwrap();
-    let options = OpenOptions { direct: Direct::Off, ..OpenOptions::default() };
+    let options = OpenOptions::new().direct(Direct::Off);
     let local = Arc::new(FileStorage::open(&path, options).unwrap());
     let disk = BlockDevice::mapped(Arc::new(remote), vec![local], SIZE, true, Stripes);
     assert!(disk.is_remote());

@@ -8,7 +8,9 @@ use std::path::Path;
 use std::pin::Pin;
 use std::task::{Context, Waker};
 
-use nowait::{AsyncFile, Config, Flags, IoBuffer, LocalAsyncFile, LocalDriver, OpenOptions, Uring};
+use nowait::{
+    AsyncFile, Flags, IoBuffer, LocalAsyncFile, LocalDriver, OpenOptions, Uring, WorkerPool,
+};
 use nowait_testkit::{required, wait_until};
 
 const FILES: usize = 200;
@@ -59,7 +61,7 @@ macro_rules! use_all {
 /// Checks that at most `most` threads and those of the workers run; a queue without a ring has threads of
 /// its own.
 fn check_threads(most: usize) {
-    let workers = Config::default().workers as usize;
+    let workers = WorkerPool::DEFAULT_LIMIT as usize;
     let has_rings = required("io_uring", Uring::new()).is_some();
     assert!(!has_rings || threads() <= most + workers, "{} threads", threads());
 }

@@ -46,7 +46,7 @@ fn c51_a_lost_page_reported_to_a_durable_write_fails_every_later_flush() {
         nowait_testkit::skip("no loop device and no private mount for this user");
         return;
     };
-    let options = nowait::OpenOptions { direct: Direct::Off, ..nowait::OpenOptions::default() };
+    let options = nowait::OpenOptions::new().direct(Direct::Off);
     let disk = BlockDevice::open(small.1.as_ref(), options).unwrap();
     let file = BlockingFile::new(Arc::new(disk));
     let bytes = vec![7; 16 << 20];

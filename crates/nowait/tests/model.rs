@@ -3,7 +3,7 @@
 use std::fs;
 use std::sync::Arc;
 
-use nowait::{BlockDevice, Config, Direct, OpenOptions};
+use nowait::{BlockDevice, Config, Direct};
 use nowait_testkit::model::Model;
 use nowait_testkit::{Random, TestQueueKind, switches};
 
@@ -11,15 +11,11 @@ const SIZE: u64 = (4 << 20) + 1234;
 const STEPS: u32 = 1500;
 
 fn agrees_with_the_model(kind: TestQueueKind, direct: Direct, seed: u64) {
-    for (label, config) in switches(Config { slots: 64, ..Config::default() }) {
+    for (label, config, disk) in switches(Config { slots: 64, ..Config::default() }) {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let path = dir.path().join("disk.img");
         fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
-        let Config { hint: cache_holes, allocate_ahead, .. } = config;
-        let no_allocate_ahead = !allocate_ahead;
-        let options =
-            OpenOptions { direct, cache_holes, no_allocate_ahead, ..OpenOptions::default() };
-        let disk = Arc::new(BlockDevice::open(&path, options).unwrap());
+        let disk = Arc::new(BlockDevice::open(&path, disk.direct(direct)).unwrap());
         let Some(mut engine) = kind.engine(&disk, 4, config) else { return };
         let bytes = vec![0; SIZE as usize];
         let mut model = Model::new(Random::from_seed(seed), bytes, label.to_owned());

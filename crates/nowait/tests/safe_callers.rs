@@ -207,7 +207,7 @@ fn the_cached_extent_of_a_range_without_end_is_returned_at_once() {
 fn a_buffer_of_another_engine_serves_the_requests_that_fit_it() {
     let (one, two) = (image(), image());
     let disk = |file: &tempfile::NamedTempFile, direct| {
-        let options = OpenOptions { direct, ..OpenOptions::default() };
+        let options = OpenOptions::new().direct(direct);
         Arc::new(BlockDevice::open(file.path(), options).unwrap())
     };
     let (plain, direct) = (disk(&one, nowait::Direct::Off), disk(&two, nowait::Direct::Auto));

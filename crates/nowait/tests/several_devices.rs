@@ -130,7 +130,7 @@ fn play(kind: TestQueueKind, config: Config) {
 #[test]
 fn requests_of_several_devices_have_their_own_bytes_on_every_queue_with_each_switch_off() {
     for kind in TestQueueKind::REAL {
-        for (_, config) in switches(Config { slots: 64, ..Config::default() }) {
+        for (_, config, _) in switches(Config { slots: 64, ..Config::default() }) {
             play(kind, config);
         }
     }

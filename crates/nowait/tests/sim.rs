@@ -379,7 +379,7 @@ fn c51_no_flush_succeeds_while_a_failed_one_has_not_yet_returned() {
 fn c28_a_durable_write_through_the_page_cache_is_durable_by_a_flush() {
     let options = SimOptions { align: Alignment::NONE, ..SimOptions::able(16 * BLOCK) };
     let device = Arc::new(SimDevice::new(options));
-    let through = OpenOptions { direct: Direct::Off, ..OpenOptions::default() };
+    let through = OpenOptions::new().direct(Direct::Off);
     let mut rig = Rig::on(device, through, Config::default());
     rig.write(THERE, 0);
     rig.settle();

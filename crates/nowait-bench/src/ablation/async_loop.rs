@@ -14,7 +14,7 @@ use std::time::Instant;
 use fastrand::Rng;
 use futures_util::future::Either;
 use futures_util::stream::{FuturesUnordered, TryStreamExt};
-use nowait::{Config, Error, Flags, IoBuffer, LocalDriver, WorkerPool};
+use nowait::{Config, Error, Flags, IoBuffer, LocalDriver, OpenOptions, WorkerPool};
 
 use crate::ablation::closed_loop::{Interval, StopCondition};
 use crate::ablation::fixture::{Fixture, ring_of_this_thread, ring_tasks};
@@ -50,9 +50,8 @@ pub(crate) fn run(
     load: &Workload,
     config: Config,
 ) -> io::Result<Sample> {
-    let config = Config { hint: false, ..config };
-    let disk = fixture.hinted_disk(fixture.path, config)?;
-    let workers = WorkerPool::new(config.workers);
+    let disk = fixture.cached_disk(fixture.path, OpenOptions::new())?;
+    let workers = WorkerPool::default();
     let reads = load.direction == Direction::Read;
     match api {
         AsyncApi::AnyThread => {

@@ -75,7 +75,7 @@ impl<'a> Fixture<'a> {
     }
 
     fn open_options(&self) -> OpenOptions {
-        OpenOptions { read_only: !self.writable, ..OpenOptions::default() }
+        OpenOptions::new().read_only(!self.writable)
     }
 
     /// The directions that may be measured on the file.
@@ -96,20 +96,14 @@ impl<'a> Fixture<'a> {
         Ok(Arc::new(BlockDevice::open_mapped(self.path, self.open_options())?))
     }
 
-    /// The file as a disk that knows its holes and allocates ahead, as far as `config` says.
-    pub(crate) fn hinted_disk(
+    /// The file as a disk that caches its holes and allocates ahead, as far as `options` say.
+    pub(crate) fn cached_disk(
         &self,
         path: &Path,
-        config: Config,
+        options: OpenOptions,
     ) -> io::Result<Arc<BlockDevice<AllocationCache>>> {
         let read_only = path == self.path && !self.writable;
-        let options = OpenOptions {
-            read_only,
-            cache_holes: config.hint,
-            no_allocate_ahead: !config.allocate_ahead,
-            ..OpenOptions::default()
-        };
-        let disk = BlockDevice::open(path, options)?;
+        let disk = BlockDevice::open(path, options.read_only(read_only))?;
         disk.scan();
         Ok(Arc::new(disk))
     }
@@ -148,7 +142,12 @@ impl<'a> Fixture<'a> {
         load: &Workload,
         config: Config,
     ) -> io::Result<Sample> {
-        self.on_disk(self.hinted_disk(self.path, config)?, queue, load, config)
+        self.on_disk(
+            self.cached_disk(self.path, OpenOptions::new().cache_holes(true))?,
+            queue,
+            load,
+            config,
+        )
     }
 
     fn on_disk<M: BlockMap>(
@@ -158,7 +157,7 @@ impl<'a> Fixture<'a> {
         load: &Workload,
         config: Config,
     ) -> io::Result<Sample> {
-        let workers = WorkerPool::new(config.workers);
+        let workers = WorkerPool::default();
         match queue {
             Queue::Null => {
                 self.on_engine(SingleDisk::new(disk, workers, Null::new()?, config)?, queue, load)

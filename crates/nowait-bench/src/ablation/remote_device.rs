@@ -52,7 +52,7 @@ impl RemoteDevice {
         }
         let disk = BlockDevice::mapped(storage.clone(), Vec::new(), size, !overwrite, LinearMap);
         let disk = Arc::new(disk);
-        let workers = WorkerPool::new(Config::default().workers);
+        let workers = WorkerPool::default();
         let location = location.clone();
         Ok(Self { location, bytes: size / MIB * MIB, storage, disk, workers })
     }

@@ -47,7 +47,7 @@ use nowait_server::BlockSize;
 use remote_args::RemoteArgs;
 use sandbox_args::SandboxArgs;
 use setup_args::{CompletionsArgs, ManArgs};
-use switch::Switch;
+pub(crate) use switch::Switch;
 use tls_args::TlsArgs;
 use top_args::TopArgs;
 use ublk_args::{UblkArgs, UblkCommand};
@@ -423,7 +423,12 @@ impl ServeArgs {
 
     /// Whether a node's data may go without a copy.
     pub(crate) fn zero_copy(&self) -> bool {
-        !self.off.contains(&Switch::ZeroCopy)
+        self.is_on(Switch::ZeroCopy)
+    }
+
+    /// Whether `--off` does not name `switch`.
+    pub(crate) fn is_on(&self, switch: Switch) -> bool {
+        !self.off.contains(&switch)
     }
 
     /// The engine's configuration: all mechanisms on except those that `--off` names.

@@ -1,10 +1,10 @@
 //! The mechanisms that `nowait serve --off` turns off.
 //!
-//! Invariant: each but the last is a switch of the engine's configuration.
+//! Invariant: each is a switch of the engine, of a disk, or of a frontend.
 
 use clap::ValueEnum;
 
-/// A mechanism of the engine, or of a frontend.
+/// A mechanism of the engine, of a disk, or of a frontend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Switch {
     /// The short way of a request that is one transfer
@@ -42,10 +42,8 @@ impl Switch {
             Self::Merge => &mut config.merge,
             Self::NowaitFirst => &mut config.nowait_first,
             Self::BackOff => &mut config.back_off,
-            Self::Hint => &mut config.hint,
             Self::GroupSyncs => &mut config.group_syncs,
-            Self::AllocateAhead => &mut config.allocate_ahead,
-            Self::ZeroCopy => return,
+            Self::Hint | Self::AllocateAhead | Self::ZeroCopy => return,
         } = false;
     }
 }

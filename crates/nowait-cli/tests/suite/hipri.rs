@@ -144,7 +144,7 @@ fn serves_when_polling_stops(disk: &Arc<BlockDevice<LinearMap>>) {
 /// Each of the other APIs writes and reads back with `HIPRI`; two files on one thread, so that the
 /// driver sleeps on their descriptors.
 fn serves_files(path: &Path) {
-    let options = OpenOptions { allow_mounted: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().allow_mounted(true);
     let buffer = |byte| {
         let mut buffer = IoBuffer::zeroed(64 * KIB as usize).expect("memory");
         buffer.fill(byte);

@@ -166,7 +166,8 @@ fn committed(path: &Path, random: &mut Random) -> Done {
 
 fn serve(path: &Path, before: &State, random: &mut Random, expected: &mut [u8]) -> Done {
     let chain = open(path, true).map_err(|_| Failed::Refused)?;
-    let options = ServeOptions { writable: true, direct: Direct::Off, hint: random.below(2) == 0 };
+    let options =
+        ServeOptions { writable: true, direct: Direct::Off, cache_holes: random.below(2) == 0 };
     let (disk, open_image) = qcow2_disk::open(chain, options).map_err(|_| Failed::Refused)?;
     let disk = Arc::new(disk);
     let file = BlockingFile::new(disk.clone());
@@ -187,9 +188,9 @@ fn status(disk: Arc<BlockDevice<Qcow2Map>>) -> Done {
     if range.len == 0 {
         return Ok(());
     }
-    let config = Config { slots: 1, workers: 1, ..Config::default() };
+    let config = Config { slots: 1, ..Config::default() };
     let queue = AioThreadQueue::new(config.slots).map_err(failed)?;
-    let workers = WorkerPool::new(config.workers);
+    let workers = WorkerPool::new(1);
     let mut engine = SingleDisk::new(disk, workers, queue, config).map_err(failed)?;
     let io = Request { op: Op::Status, flags: Flags::NONE, range };
     engine.submit_no_data(io, 0).map_err(|rejected| failed(rejected.error))?;

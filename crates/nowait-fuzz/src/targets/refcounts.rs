@@ -117,7 +117,7 @@ fn serve(path: &Path, before: Vec<u8>, random: &mut Random) -> Result<(), String
     let mut model = Model { known: before.into_iter().map(Some).collect() };
     for round in 0..2 {
         let Ok(chain) = open(path, true, false) else { break };
-        let options = ServeOptions { writable: true, direct: Direct::Off, hint };
+        let options = ServeOptions { writable: true, direct: Direct::Off, cache_holes: hint };
         let (disk, open_image) =
             qcow2_disk::open(chain, options).map_err(|error| error.to_string())?;
         let file = BlockingFile::new(Arc::new(disk));

@@ -9,10 +9,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arbitrary::{Result as Drawn, Unstructured};
+use nowait::internal::MAX_TRANSFER_BYTES;
 use nowait::sim::{Random, SimDevice, SimOptions, SimQueue};
 use nowait::{
-    Alignment, AllocationCache, BlockDevice, ByteRange, Config, Flags, IoSegment, MAX_SEGMENTS,
-    MAX_TRANSFER_BYTES, Op, OpenOptions, Request, SimStorage, SingleDisk, WorkerPool, fuzz,
+    Alignment, AllocationCache, BlockDevice, ByteRange, Config, Flags, IoSegment, MAX_SEGMENTS, Op,
+    OpenOptions, Request, SimStorage, SingleDisk, WorkerPool, fuzz,
 };
 
 use crate::target::{Check, Target};

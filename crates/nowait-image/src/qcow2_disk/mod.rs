@@ -66,7 +66,7 @@ pub struct ServeOptions {
     /// Whether the page cache is bypassed, for all files of the chain alike.
     pub direct: Direct,
     /// Whether mappings are cached ([`nowait::Config::hint`]).
-    pub hint: bool,
+    pub cache_holes: bool,
 }
 
 /// Handle of a served image: holds the locks on its files and the flusher thread. Drop it only
@@ -196,7 +196,7 @@ fn open_map(
         let why = format!("it and the images below it are more than {MAX_FILES} files");
         return Err(ImageError::refused(top.file.path(), why));
     }
-    let extents = ExtentCache::new(header.size, shift, options.hint);
+    let extents = ExtentCache::new(header.size, shift, options.cache_holes);
     let images = BackingChain::new(writeback.clone(), Header::clone(header), below);
     Ok((Qcow2Map::new(images, extents), writeback))
 }
@@ -244,7 +244,7 @@ pub(crate) fn storage_of(
     direct: Direct,
 ) -> Result<Arc<dyn Storage>, ImageError> {
     // The chain already holds its block devices exclusively.
-    let options = OpenOptions { read_only, direct, allow_mounted: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().read_only(read_only).direct(direct).allow_mounted(true);
     storage_with(file, options)
 }
 

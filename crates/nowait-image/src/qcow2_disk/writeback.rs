@@ -10,9 +10,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use nowait::{
-    Error, FlushCoalescer, IoBuffer, Operation, ReadCursor, Storage, WriteCursor, injected_panic,
-};
+use nowait::internal::FlushCoalescer;
+
+use nowait::{Error, IoBuffer, Operation, ReadCursor, Storage, WriteCursor, injected_panic};
 use tracing::error;
 
 use crate::formats::qcow2::entries::Cluster;

@@ -49,7 +49,7 @@ fn open(images: &Images) -> (BlockingFile<Qcow2Map>, OpenImage) {
     let options =
         ChainOptions { writable: true, format: Some(Format::Qcow2), ..ChainOptions::default() };
     let chain = Chain::open(&images.path(), &options).unwrap();
-    let options = ServeOptions { writable: true, direct: Direct::Auto, hint: true };
+    let options = ServeOptions { writable: true, direct: Direct::Auto, cache_holes: true };
     let (disk, open_image) = qcow2_disk::open(chain, options).unwrap();
     (BlockingFile::new(Arc::new(disk)), open_image)
 }
@@ -362,7 +362,7 @@ fn offline(images: &Images, cluster: u64) -> (bool, bool) {
 fn open_to_read(path: &std::path::Path) -> (BlockingFile<Qcow2Map>, OpenImage) {
     let options = ChainOptions { format: Some(Format::Qcow2), ..ChainOptions::default() };
     let chain = Chain::open(path, &options).unwrap();
-    let options = ServeOptions { writable: false, direct: Direct::Auto, hint: true };
+    let options = ServeOptions { writable: false, direct: Direct::Auto, cache_holes: true };
     let (disk, open_image) = qcow2_disk::open(chain, options).unwrap();
     (BlockingFile::new(Arc::new(disk)), open_image)
 }

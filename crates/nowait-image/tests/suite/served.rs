@@ -31,7 +31,7 @@ fn open(images: &Images, direct: Direct, hint: bool) -> (Arc<Disk>, OpenImage) {
     };
     let _alone = no_child_starts();
     let chain = Chain::open(&images.path(), &options).unwrap();
-    let options = ServeOptions { writable: true, direct, hint };
+    let options = ServeOptions { writable: true, direct, cache_holes: hint };
     let (disk, open_image) = qcow2_disk::open(chain, options).unwrap();
     (Arc::new(disk), open_image)
 }
@@ -79,7 +79,7 @@ fn chains_of_all_kinds_agree_with_the_model_with_each_switch_off() {
     for seed in FIRST_SEED..FIRST_SEED + CHAINS {
         let images = Images::seeded(seed);
         let all = switches(Config { slots: 32, ..Config::default() });
-        let (name, config) = all[seed as usize % all.len()];
+        let (name, config, options) = all[seed as usize % all.len()];
         let direct = if seed % 3 == 0 { Direct::Off } else { Direct::Auto };
         let label = format!("seed {seed}, {name}, {direct:?}");
         println!("{label}");
@@ -89,7 +89,7 @@ fn chains_of_all_kinds_agree_with_the_model_with_each_switch_off() {
         }
         let model = contents(&images);
         let below = backing_files(&images);
-        let (disk, open_image) = open(&images, direct, config.hint);
+        let (disk, open_image) = open(&images, direct, options.cache_holes);
         let kind = TestQueueKind::REAL[seed as usize % 2];
         let [_, threads] = TestQueueKind::REAL;
         let engine = kind.engine(&disk, 4, config).or_else(|| threads.engine(&disk, 4, config));
@@ -180,7 +180,7 @@ fn an_image_that_cannot_be_served_is_refused_in_one_line_and_left_alone() {
     assert!(error.contains("dirty bitmaps") && !error.contains('\n'), "{error}");
     // Reads are possible, because no bitmap has to be updated for them.
     let chain = Chain::open(&images.path(), &ChainOptions::default()).unwrap();
-    let options = ServeOptions { writable: false, direct: Direct::Auto, hint: true };
+    let options = ServeOptions { writable: false, direct: Direct::Auto, cache_holes: true };
     let (disk, open_image) = qcow2_disk::open(chain, options).unwrap();
     let file = nowait::BlockingFile::new(Arc::new(disk));
     let mut byte = [0];

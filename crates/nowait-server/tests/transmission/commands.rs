@@ -217,7 +217,7 @@ fn nbd_must_every_command_may_carry_fua() {
 /// `NBD_FLAG_SEND_FAST_ZERO` only beside `NBD_FLAG_SEND_WRITE_ZEROES`.
 #[test]
 fn nbd_must_a_read_only_export_refuses_every_change_and_offers_none() {
-    let options = nowait::OpenOptions { read_only: true, ..Default::default() };
+    let options = nowait::OpenOptions::new().read_only(true);
     let scene = Scene::with(MIB, &[(0, MIB)], options);
     let before = image(&scene, 0, MIB as usize);
     for mode in Mode::ALL {
@@ -258,7 +258,7 @@ fn nbd_must_the_transmission_flags_are_those_of_what_is_supported() {
 #[test]
 fn c50_every_export_is_advertised_with_a_volatile_write_cache() {
     for direct in [nowait::Direct::Auto, nowait::Direct::Off] {
-        let options = nowait::OpenOptions { direct, ..Default::default() };
+        let options = nowait::OpenOptions::new().direct(direct);
         let scene = Scene::with(MIB, &[(0, MIB)], options);
         for mode in Mode::ALL {
             let mut client = scene.connect(mode);
@@ -274,7 +274,7 @@ fn c50_every_export_is_advertised_with_a_volatile_write_cache() {
 #[test]
 fn nbd_must_the_block_sizes_are_powers_of_2_in_ascending_order() {
     for direct in [nowait::Direct::Auto, nowait::Direct::Off] {
-        let options = nowait::OpenOptions { direct, ..Default::default() };
+        let options = nowait::OpenOptions::new().direct(direct);
         let scene = Scene::with(MIB + 777, &[], options);
         let [smallest, preferred, longest] = scene.connect(Mode::Simple).block_sizes;
         assert!(smallest.is_power_of_two() && smallest <= 65536, "{smallest}");

@@ -56,7 +56,7 @@ fn c56_no_reply_has_bytes_of_another_request_or_of_the_memory_it_was_made_in() {
     let secret = vec![0xff; 300_000];
     for (mode, cache_holes) in Mode::ALL.into_iter().flat_map(|mode| [(mode, false), (mode, true)])
     {
-        let options = nowait::OpenOptions { cache_holes, ..Default::default() };
+        let options = nowait::OpenOptions::new().cache_holes(cache_holes);
         let data = [(0, MIB)];
         let scene = Scene::with(5 * MIB, &data, options);
         let (mut writer, mut reader) = (scene.connect(mode), scene.connect(mode));

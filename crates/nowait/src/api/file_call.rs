@@ -11,10 +11,10 @@ use crate::api::oneshot::oneshot;
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
 use crate::blocking::sync_io;
+use crate::blocking::worker_pool::WorkerPool;
 use crate::memory::io_buffer::IoBuffer;
 use crate::threads::thread_pool::ThreadPool;
 use crate::threads::work_item::WorkItem;
-use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
 use crate::types::io_cursor::WriteCursor;
 use crate::types::request::Flags;
@@ -50,7 +50,7 @@ pub(crate) async fn call<T: Send + 'static>(
     make: impl FnOnce(&BlockDevice<dyn BlockMap>) -> T + Send + 'static,
 ) -> Result<T, Error> {
     static THREADS: LazyLock<ThreadPool<FileCall>> =
-        LazyLock::new(|| ThreadPool::of_devices(Config::default().workers, run));
+        LazyLock::new(|| ThreadPool::of_devices(WorkerPool::DEFAULT_LIMIT, run));
     let (sender, mut receiver) = oneshot();
     let device = Arc::as_ptr(&disk).cast::<()>() as u64;
     let run = Box::new(move || sender.complete(make(&disk)));

@@ -5,11 +5,9 @@
 use std::sync::LazyLock;
 
 use crate::blocking::worker_pool::WorkerPool;
-use crate::types::config::Config;
 
 /// The pool, of [`Config::workers`] threads as by default.
 pub(crate) fn process_workers() -> WorkerPool {
-    static WORKERS: LazyLock<WorkerPool> =
-        LazyLock::new(|| WorkerPool::new(Config::default().workers));
+    static WORKERS: LazyLock<WorkerPool> = LazyLock::new(WorkerPool::default);
     WORKERS.clone()
 }

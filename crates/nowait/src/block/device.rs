@@ -70,7 +70,7 @@ impl BlockDevice<AllocationCache> {
     /// As [`Storage::size`].
     pub fn raw(storage: Arc<dyn Storage>, options: OpenOptions) -> Result<Self, Error> {
         let map = AllocationCache::new(storage.size()?, options.cache_holes);
-        let mut map = map.allocating_ahead(!options.no_allocate_ahead);
+        let mut map = map.allocating_ahead(options.allocate_ahead);
         if storage.properties().device {
             map = map.without_end();
         }

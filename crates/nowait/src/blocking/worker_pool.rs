@@ -118,7 +118,16 @@ impl<M: BlockMap + ?Sized> JobDevice for BlockingDevice<M> {
 #[derive(Clone)]
 pub struct WorkerPool(Arc<ThreadPool<WorkerJob>>);
 
+impl Default for WorkerPool {
+    fn default() -> Self {
+        Self::new(Self::DEFAULT_LIMIT)
+    }
+}
+
 impl WorkerPool {
+    /// Threads of a pool by default.
+    pub const DEFAULT_LIMIT: u32 = 32;
+
     /// At most `limit` threads, 1 to 1024; they start when first needed. The devices take turns, and then
     /// the clients of each. One device runs at most three quarters of the threads, and those whose jobs
     /// do not return are replaced, so that a device that hangs takes no thread from another one.

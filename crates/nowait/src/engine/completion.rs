@@ -10,6 +10,7 @@ use crate::types::request::Request;
 
 /// Counts of how requests were served, since the engine was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Stats {
     /// Requests that took the simple path.
     pub simple: u64,
@@ -65,6 +66,7 @@ impl Stats {
 }
 
 /// A request that has ended.
+#[non_exhaustive]
 pub struct Completion {
     /// The tag that it was submitted with.
     pub tag: u64,

@@ -21,9 +21,11 @@ pub enum Direct {
 /// ```
 /// use nowait::OpenOptions;
 /// let log = OpenOptions::new().create(true).append(true).mode(0o600);
-/// assert_eq!(log, OpenOptions { create: true, append: true, mode: 0o600, ..OpenOptions::default() });
+/// assert!(log.create && log.append && !log.truncate);
+/// assert_eq!(log.mode, 0o600);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 #[allow(clippy::struct_excessive_bools, reason = "independent options, as those of open(2)")]
 pub struct OpenOptions {
     /// Writes, discards and zeroes fail with `EROFS`.
@@ -33,13 +35,15 @@ pub struct OpenOptions {
     /// A block device is opened for writing even if it is in use, by a mounted file system for
     /// example. Otherwise the kernel refuses that (open(2), `O_EXCL`).
     pub allow_mounted: bool,
-    /// Holes are cached, so that reading one needs no I/O, and a write to one goes to a worker
-    /// without a try ([`crate::Config::hint`]). Only for a disk without other writers, such as one
+    /// Which ranges are mapped and which are holes is cached, so that reading a hole needs no I/O, and
+    /// a write to one goes to a worker without a try (C38). Only for a disk without other writers, such as one
     /// that is locked: another handle of this process is one, too. What they write may read as
     /// zeros.
     pub cache_holes: bool,
-    /// Nothing is allocated ahead; see [`crate::Config::allocate_ahead`].
-    pub no_allocate_ahead: bool,
+    /// A worker that writes sequentially into a hole of a disk also allocates storage behind what it
+    /// writes, so that the next writes need no worker. What is not used is given back when the device
+    /// is closed. It needs `cache_holes`. On by default.
+    pub allocate_ahead: bool,
     /// A file that is missing is made (open(2), `O_CREAT`).
     pub create: bool,
     /// The file is made; one that is there already is `EEXIST`.
@@ -62,7 +66,7 @@ impl Default for OpenOptions {
             direct: Direct::Auto,
             allow_mounted: false,
             cache_holes: false,
-            no_allocate_ahead: false,
+            allocate_ahead: true,
             create: false,
             create_new: false,
             truncate: false,
@@ -100,6 +104,11 @@ impl OpenOptions {
     #[must_use]
     pub const fn cache_holes(self, cache_holes: bool) -> Self {
         Self { cache_holes, ..self }
+    }
+
+    #[must_use]
+    pub const fn allocate_ahead(self, allocate_ahead: bool) -> Self {
+        Self { allocate_ahead, ..self }
     }
 
     #[must_use]

@@ -57,8 +57,7 @@ impl SimStorage {
     /// served: until then a read is no operation of the device.
     #[must_use]
     pub fn inspect(device: &Arc<SimDevice>, file: u16) -> Self {
-        let options =
-            OpenOptions { read_only: true, direct: Direct::Off, ..OpenOptions::default() };
+        let options = OpenOptions::new().read_only(true).direct(Direct::Off);
         Self { served: AtomicBool::new(false), ..Self::open(device, file, options) }
     }
 

@@ -25,25 +25,16 @@ pub struct Config {
     /// After many refusals in a row, requests go to the workers for a while without being tried
     /// (C39). Off: every request is tried, however many are refused.
     pub back_off: bool,
-    /// The allocation cache records which ranges are mapped and which are holes (C38). Off: nothing
-    /// is recorded, and only the attempt tells whether a write needs allocation.
-    pub hint: bool,
     /// Where the kernel syncs a file for each `DSYNC` write (btrfs, NFS, FUSE), those in flight at
     /// the same time are written without and share a sync (C29). Off: each transfer carries
     /// `RWF_DSYNC`.
     pub group_syncs: bool,
-    /// A worker that writes sequentially into a hole of a file also allocates storage behind what it
-    /// writes, so that the next writes need no worker. What is not used is given back when the
-    /// device is closed. It needs `hint`. Off: each write into a hole goes to a worker.
-    pub allocate_ahead: bool,
     /// An unaligned request is `EINVAL`, as in the kernel, instead of going through a bounce
     /// buffer (C12). Off by default.
     pub strict: bool,
     /// Request slots of an engine: the greatest number of requests and fragments of requests in
     /// flight, 1 to 32768.
     pub slots: u32,
-    /// Threads that may block, for all devices together, 1 to 1024. They start when first needed.
-    pub workers: u32,
     /// Bytes of pooled buffer memory of an engine; requests that fit no pooled buffer may take as
     /// much again.
     pub buffer_bytes: usize,
@@ -59,12 +50,9 @@ impl Default for Config {
             merge: true,
             nowait_first: true,
             back_off: true,
-            hint: true,
             group_syncs: true,
-            allocate_ahead: true,
             strict: false,
             slots: 4096,
-            workers: 32,
             buffer_bytes: 256 << 20,
         }
     }

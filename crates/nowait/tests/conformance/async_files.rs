@@ -52,7 +52,7 @@ impl AsyncFiles {
     ) -> Option<Self> {
         let (kind, config) = (case.kind, case.config);
         let direct = disk.is_direct();
-        let workers = WorkerPool::new(config.workers);
+        let workers = WorkerPool::new(case.workers);
         let queue = kind.queue(config.slots)?;
         let (file, api) = if several_threads {
             drop(queue);

@@ -191,14 +191,14 @@ fn c13_neighbours_on_two_threads_lose_no_bytes() {
 fn c14_a_hole_is_read_without_io() {
     on_engines(&ALL, MIB, Content::Hole, |rig| {
         let config = rig.case.config;
-        if rig.case.kind == TestQueueKind::Null && !config.hint {
+        if rig.case.kind == TestQueueKind::Null && !rig.case.options.cache_holes {
             // The hole is not known, so data would have to be moved, and this queue moves none.
             return;
         }
         for (pos, len) in [(0, MIB), (1, 5), (4095, 4098), (MIB - 1, 1)] {
             assert!(rig.read(pos, len) == Ok(vec![0; len as usize]), "{}", rig.case.label);
         }
-        if config.hint && config.nowait_first {
+        if rig.case.options.cache_holes && config.nowait_first {
             assert!(rig.script.take_pushed().is_empty(), "{}", rig.case.label);
             assert_eq!(rig.stats().zero_filled, MIB + 5 + 4098 + 1, "{}", rig.case.label);
         }
@@ -211,7 +211,7 @@ fn c14_a_hole_is_read_without_io() {
 fn c15_the_alignment_is_the_one_that_statx_reports() {
     let image = Image::new(MIB, Content::Data);
     let open = |direct| {
-        let options = OpenOptions { direct, ..OpenOptions::default() };
+        let options = OpenOptions::new().direct(direct);
         BlockDevice::open(&image.path, options)
     };
     assert_eq!(open(Direct::Off).unwrap().alignment(), Alignment::NONE);

@@ -213,8 +213,8 @@ fn c37_of_overwrites_refused_in_a_burst_one_goes_to_a_worker_and_the_others_are_
     // worker after it.
     for (refusals, deferred, retried) in [(BURST, BURST - 1, 1), (u64::MAX, BURST - 1, BURST)] {
         on_engines(&[TestQueueKind::Null], MIB, Content::Data, |rig| {
-            let Config { nowait_first, hint, simple, .. } = rig.case.config;
-            if !(nowait_first && hint && simple) {
+            let Config { nowait_first, simple, .. } = rig.case.config;
+            if !(nowait_first && rig.case.options.cache_holes && simple) {
                 return;
             }
             let mut left = refusals;
@@ -248,8 +248,7 @@ fn c38_a_range_that_was_allocated_is_written_inline_from_then_on() {
             let by_worker = after.worker - before.worker;
             let inline = after.simple + after.general - before.simple - before.general;
             assert_eq!(by_worker + inline, 1, "{after:?} {}", rig.case.label);
-            let Config { hint, nowait_first, .. } = rig.case.config;
-            if hint && nowait_first {
+            if rig.case.options.cache_holes && rig.case.config.nowait_first {
                 assert_eq!(by_worker, u64::from(round == 1), "{round} {}", rig.case.label);
             }
             if rig.is_plain() {
@@ -318,8 +317,8 @@ fn c40_workers_stay_within_their_bound_and_drop_nothing() {
         let nice = rustix::process::nice(NICE).unwrap();
         for case in cases(&REAL) {
             // The queue's own threads do not start when it gets no transfer.
-            let config = Config { nowait_first: false, workers: WORKERS, ..case.config };
-            let case = Case { config, ..case };
+            let config = Config { nowait_first: false, ..case.config };
+            let case = Case { config, workers: WORKERS, ..case };
             let image = Image::new(MIB, Content::Data);
             let Some(mut rig) = Rig::new(&case, image) else { continue };
             let mut peak = 0;

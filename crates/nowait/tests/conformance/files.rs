@@ -68,7 +68,7 @@ impl FileApi for Rig {
 
 /// A file as one that grows, as `case` opens it.
 pub(crate) fn open(image: &Image, case: &Case) -> Arc<BlockDevice<AllocationCache>> {
-    let options = OpenOptions::new().read_only(case.read_only).direct(case.direct);
+    let options = OpenOptions::new().read_only(case.options.read_only).direct(case.options.direct);
     Arc::new(BlockDevice::open_file(&image.path, options).unwrap())
 }
 
@@ -82,7 +82,7 @@ pub(crate) fn on_files(size: u64, content: Content, test: impl Fn(&mut dyn FileA
             test(&mut rig);
         }
         // The drivers of the async APIs change nothing about the switches.
-        let all_on = case.label.ends_with("all on") || case.direct == Direct::Off;
+        let all_on = case.label.ends_with("all on") || case.options.direct == Direct::Off;
         for several_threads in [false, true].into_iter().filter(|_| all_on) {
             let image = Image::new(size, content);
             let disk = open(&image, &case);

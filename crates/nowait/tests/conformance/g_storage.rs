@@ -55,7 +55,7 @@ fn c49_a_flush_covers_writes_completed_on_another_engine() {
 fn c51_after_one_failed_flush_all_fail_until_the_device_is_reopened() {
     for case in cases(&REAL) {
         let image = Image::new(MIB, Content::Data);
-        let options = OpenOptions { direct: case.direct, ..OpenOptions::default() };
+        let options = OpenOptions::new().direct(case.options.direct);
         let disk = Arc::new(BlockDevice::open(&image.path, options).unwrap());
         let (file, shared) = (BlockingFile::new(disk.clone()), disk.clone());
         let failed = denied(Deny::all(libc::SYS_fdatasync, libc::ENOSPC), || {

@@ -56,7 +56,7 @@ fn c26_an_append_goes_to_the_end_and_tells_where_it_went() {
 fn c26_a_file_opened_to_append_takes_every_write_at_its_end() {
     for case in cases(&ALL) {
         let image = Image::new(10, Content::Data);
-        let options = OpenOptions::new().append(true).direct(case.direct);
+        let options = OpenOptions::new().append(true).direct(case.options.direct);
         let disk = BlockDevice::open_file(&image.path, options).unwrap();
         let Some(mut rig) = Rig::on(&case, image, disk.into()) else { continue };
         let mut expected = pattern(0, 10);

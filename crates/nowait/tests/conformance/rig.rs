@@ -45,22 +45,23 @@ pub(crate) const ISLAND: u64 = 16 * KIB;
 pub(crate) struct Case {
     pub(crate) kind: TestQueueKind,
     pub(crate) config: Config,
-    pub(crate) direct: Direct,
-    pub(crate) read_only: bool,
+    pub(crate) options: OpenOptions,
+    pub(crate) workers: u32,
     pub(crate) label: String,
 }
 
 /// Each of `kinds` with each switch off by direct I/O, and with all on through the page cache.
 pub(crate) fn cases(kinds: &[TestQueueKind]) -> Vec<Case> {
     let mut cases = Vec::new();
-    let on = Config { slots: 256, workers: 4, ..Config::default() };
+    let on = Config { slots: 256, ..Config::default() };
     for &kind in kinds {
-        for (switch, config) in switches(on) {
+        for (switch, config, options) in switches(on) {
             let label = format!("{kind:?}, {switch}");
-            cases.push(Case { kind, config, direct: Direct::Auto, read_only: false, label });
+            cases.push(Case { kind, config, options, workers: 4, label });
         }
         let label = format!("{kind:?}, page cache");
-        cases.push(Case { kind, config: on, direct: Direct::Off, read_only: false, label });
+        let options = OpenOptions::new().cache_holes(true).direct(Direct::Off);
+        cases.push(Case { kind, config: on, options, workers: 4, label });
     }
     cases
 }
@@ -178,15 +179,8 @@ impl Image {
     }
 
     pub(crate) fn open(&self, case: &Case) -> BlockDevice<AllocationCache> {
-        let options = OpenOptions {
-            read_only: case.read_only,
-            direct: case.direct,
-            cache_holes: case.config.hint,
-            no_allocate_ahead: !case.config.allocate_ahead,
-            ..OpenOptions::default()
-        };
-        let disk = BlockDevice::open(&self.path, options).unwrap();
-        if case.direct == Direct::Auto && !disk.is_direct() {
+        let disk = BlockDevice::open(&self.path, case.options).unwrap();
+        if case.options.direct == Direct::Auto && !disk.is_direct() {
             skip(&format!("no direct I/O: {} goes through the page cache", case.label));
         }
         disk
@@ -251,7 +245,7 @@ impl Rig {
         let queue = case.kind.queue(case.config.slots)?;
         let script = Rc::new(Script::default());
         let queue = Scripted::new(queue, script.clone());
-        let workers = WorkerPool::new(case.config.workers);
+        let workers = WorkerPool::new(case.workers);
         let engine = SingleDisk::new(disk.clone(), workers, queue, case.config).unwrap();
         Some(Self { engine, script, disk, case: case.clone(), image, next_tag: 0 })
     }
@@ -451,7 +445,7 @@ pub(crate) fn on_engines(
 
 fn on_vectored_apis_of(size: u64, content: Content, read_only: bool, test: impl Fn(&mut dyn Api)) {
     for case in cases(&REAL) {
-        let case = Case { read_only, ..case };
+        let case = Case { options: case.options.read_only(read_only), ..case };
         if let Some(mut rig) = Rig::new(&case, Image::new(size, content)) {
             test(&mut rig);
         }
@@ -459,7 +453,8 @@ fn on_vectored_apis_of(size: u64, content: Content, read_only: bool, test: impl 
     for (direct, cache_holes) in [(Direct::Auto, true), (Direct::Auto, false), (Direct::Off, true)]
     {
         let image = Image::new(size, content);
-        let options = OpenOptions { read_only, direct, cache_holes, ..OpenOptions::default() };
+        let options =
+            OpenOptions::new().read_only(read_only).direct(direct).cache_holes(cache_holes);
         let disk = BlockDevice::open(&image.path, options).unwrap();
         disk.scan();
         let (is_direct, label) =
@@ -472,9 +467,9 @@ fn on_vectored_apis_of(size: u64, content: Content, read_only: bool, test: impl 
 fn on_apis_of(size: u64, content: Content, read_only: bool, test: impl Fn(&mut dyn Api)) {
     on_vectored_apis_of(size, content, read_only, &test);
     for case in cases(&REAL) {
-        let case = Case { read_only, ..case };
+        let case = Case { options: case.options.read_only(read_only), ..case };
         // The driver's thread changes nothing about the switches.
-        let all_on = case.label.ends_with("all on") || case.direct == Direct::Off;
+        let all_on = case.label.ends_with("all on") || case.options.direct == Direct::Off;
         for several_threads in [Some(false), all_on.then_some(true)].into_iter().flatten() {
             let image = Image::new(size, content);
             if let Some(mut files) = AsyncFiles::new(&case, image, several_threads) {

@@ -170,7 +170,7 @@ fn requests_beyond_the_slots_all_end_and_those_that_must_not_wait_are_refused() 
 #[test]
 fn errors_come_with_their_errno_and_give_the_buffer_back() {
     let (_dir, path) = image(SIZE);
-    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().read_only(true);
     let file = LocalAsyncFile::open(&path, options).unwrap();
     assert_eq!(file.size(), SIZE);
     LocalDriver::new().unwrap().block_on(async {

@@ -222,7 +222,7 @@ fn requests_beyond_the_slots_and_the_length_of_the_channel_all_end() {
 #[test]
 fn errors_come_with_their_errno_and_give_the_buffer_back() {
     let (_dir, path) = image(SIZE);
-    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().read_only(true);
     let file = AsyncFile::open(&path, options).unwrap();
     assert_eq!(file.size(), SIZE);
     let (written, buffer) = block_on(file.write_at(IoBuffer::zeroed(512).unwrap(), 0, Flags::NONE));

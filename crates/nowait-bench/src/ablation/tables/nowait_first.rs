@@ -7,7 +7,7 @@
 use std::fmt;
 use std::io;
 
-use nowait::{Config, Flags, WorkerPool};
+use nowait::{Config, Flags, OpenOptions, WorkerPool};
 
 use crate::ablation::TableSelection;
 use crate::ablation::bare_ring::BareRing;
@@ -34,27 +34,28 @@ const NOTE_LOOP: &str = "4K on the same file: a bare io_uring loop on the kernel
     and the engine on it directly. A job is a thread with a ring and a part of the file of its own. \
     The processor time of the loop device's kernel threads is not in CPU ns";
 
-/// The variants: title, and the switches of nowait first.
-fn variants() -> [(&'static str, Config); 6] {
+/// The variants: title, and the switches of nowait first, of the engine and of the disk.
+fn variants() -> [(&'static str, Config, OpenOptions); 6] {
     let on = every_request_tried();
-    let none = Config { nowait_first: false, merge: false, allocate_ahead: false, ..on };
-    let first = Config { nowait_first: true, hint: false, ..none };
-    let hint = Config { hint: true, ..first };
-    let merge = Config { merge: true, ..hint };
+    let none = Config { nowait_first: false, merge: false, ..on };
+    let first = Config { nowait_first: true, ..none };
+    let merge = Config { merge: true, ..first };
+    let plain = OpenOptions::new().allocate_ahead(false);
+    let cached = plain.cache_holes(true);
     [
-        ("always a worker", none),
-        ("nowait first, no hint", first),
-        ("nowait first, hint", hint),
-        ("neighbours merged", merge),
-        ("allocate ahead", Config { allocate_ahead: true, ..merge }),
-        ("as by default", Config::default()),
+        ("always a worker", none, cached),
+        ("nowait first, no hint", first, plain),
+        ("nowait first, hint", first, cached),
+        ("neighbours merged", merge, cached),
+        ("allocate ahead", merge, cached.allocate_ahead(true)),
+        ("as by default", Config::default(), cached.allocate_ahead(true)),
     ]
 }
 
 /// What makes the requests.
 #[derive(Clone, Copy)]
 enum Client {
-    Engine(Config),
+    Engine(Config, OpenOptions),
     LoopDevice,
 }
 
@@ -103,8 +104,8 @@ pub(crate) fn tables<'a>(fixture: &'a Fixture<'a>) -> [Table<'a>; 2] {
             (true, Order::Random) => Some(regress),
             (true, Order::Sequential) => None,
         };
-        let cells = variants().map(|(name, config)| {
-            cell(name, move || case.measure(fixture, Client::Engine(config)))
+        let cells = variants().map(|(name, config, options)| {
+            cell(name, move || case.measure(fixture, Client::Engine(config, options)))
         });
         Row { title: case.to_string(), source, cells: cells.into() }
     });
@@ -114,10 +115,11 @@ pub(crate) fn tables<'a>(fixture: &'a Fixture<'a>) -> [Table<'a>; 2] {
             Case { load, jobs, is_sparse: false }
         })
     });
+    let cached = OpenOptions::new().cache_holes(true);
     let beside_loop = depths.chain(sparse()).map(|case| {
         let clients = [
             ("loop device", Client::LoopDevice),
-            ("engine", Client::Engine(every_request_tried())),
+            ("engine", Client::Engine(every_request_tried(), cached)),
         ];
         let cells = clients.map(|(name, client)| cell(name, move || case.measure(fixture, client)));
         Row { title: case.to_string(), source: None, cells: cells.into() }
@@ -138,9 +140,9 @@ impl Case {
         };
         let load = self.load;
         match client {
-            Client::Engine(config) => {
-                let disk = fixture.hinted_disk(&path, config)?;
-                let workers = WorkerPool::new(config.workers);
+            Client::Engine(config, options) => {
+                let disk = fixture.cached_disk(&path, options)?;
+                let workers = WorkerPool::default();
                 self.in_jobs(fixture, bytes, || {
                     let mut engine = ring_engine(&disk, &workers, config)?;
                     Ok(move |offsets: &mut Offsets, stop_condition: StopCondition<'_>| {

@@ -146,7 +146,7 @@ fn durable<'a>(fixture: &'a Fixture<'a>) -> Vec<Row<'a>> {
 /// Measures the requests of `load` on one target.
 fn on(storage: Storage, load: Load, fixture: &Fixture<'_>, config: Config) -> io::Result<Sample> {
     let disk = fixture.disk()?;
-    let workers = WorkerPool::new(config.workers);
+    let workers = WorkerPool::default();
     match storage {
         Storage::File => run(ring_engine(&disk, &workers, config)?, load, fixture),
         Storage::Latency(latency) => {

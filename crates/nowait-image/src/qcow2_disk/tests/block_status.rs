@@ -28,7 +28,7 @@ fn a_cluster_that_is_allocated_during_a_scan_is_not_reported_as_the_hole_that_th
     let options =
         ChainOptions { format: Some(Format::Qcow2), writable: true, ..ChainOptions::default() };
     let chain = Chain::open(&image, &options).unwrap();
-    let options = ServeOptions { writable: true, direct: Direct::Off, hint: true };
+    let options = ServeOptions { writable: true, direct: Direct::Off, cache_holes: true };
     let opened = open_all(chain, options).unwrap();
     let disk = &opened.map.0;
     let write = |cluster: u64| {

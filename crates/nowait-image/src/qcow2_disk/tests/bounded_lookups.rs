@@ -26,7 +26,7 @@ const STEP: u64 = 32 << 10;
 fn write_some(image: &Path) {
     let chain =
         ChainOptions { format: Some(Format::Qcow2), writable: true, ..ChainOptions::default() };
-    let options = ServeOptions { writable: true, direct: Direct::Off, hint: true };
+    let options = ServeOptions { writable: true, direct: Direct::Off, cache_holes: true };
     let (disk, open_image) = open(Chain::open(image, &chain).unwrap(), options).unwrap();
     let file = BlockingFile::new(Arc::new(disk));
     for pos in (0..SIZE).step_by(STEP as usize) {
@@ -60,7 +60,7 @@ fn a_block_status_request_ends_after_a_bounded_number_of_lookups_and_the_next_on
     }
     let top = scratch.path().join(OVERLAYS.to_string());
     let chain = ChainOptions { format: Some(Format::Qcow2), ..ChainOptions::default() };
-    let options = ServeOptions { writable: false, direct: Direct::Auto, hint: true };
+    let options = ServeOptions { writable: false, direct: Direct::Auto, cache_holes: true };
     let (disk, _open_image) = open(Chain::open(&top, &chain).unwrap(), options).unwrap();
     let disk = Arc::new(disk);
     let queue = AioThreadQueue::new(8).unwrap();
@@ -96,7 +96,7 @@ fn a_write_that_allocates_whole_clusters_is_looked_up_in_the_tables_once() {
     create(&image, &options).unwrap();
     let chain =
         ChainOptions { format: Some(Format::Qcow2), writable: true, ..ChainOptions::default() };
-    let options = ServeOptions { writable: true, direct: Direct::Off, hint: true };
+    let options = ServeOptions { writable: true, direct: Direct::Off, cache_holes: true };
     let (disk, open_image) = open(Chain::open(&image, &chain).unwrap(), options).unwrap();
     let file = BlockingFile::new(Arc::new(disk));
     // The first write reads the tables, which takes lookups of its own.

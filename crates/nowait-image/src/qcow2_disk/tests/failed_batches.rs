@@ -56,7 +56,8 @@ fn c51_a_batch_that_failed_on_a_storage_that_kept_all_is_written_by_a_later_flus
         Chain::open(&path, &ChainOptions { format, writable: true, ..ChainOptions::default() })
     };
     let serve = |chain| {
-        open(chain, ServeOptions { writable: true, direct: Direct::Off, hint: true }).unwrap()
+        open(chain, ServeOptions { writable: true, direct: Direct::Off, cache_holes: true })
+            .unwrap()
     };
     let first = chain().unwrap();
     let supply = Arc::new(Supply(AtomicI64::new(i64::MAX)));

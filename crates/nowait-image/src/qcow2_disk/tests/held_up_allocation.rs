@@ -54,7 +54,7 @@ fn scene() -> Scene {
         ChainOptions { format: Some(Format::Qcow2), writable: true, ..ChainOptions::default() };
     let chain = Chain::open(&scratch.path().join("top"), &options).unwrap();
     let gate = gate::before(chain.layers()[1].file.fd().unwrap());
-    let options = ServeOptions { writable: true, direct: Direct::Auto, hint: true };
+    let options = ServeOptions { writable: true, direct: Direct::Auto, cache_holes: true };
     let (disk, open_image) = open(chain, options).unwrap();
     let disk = Arc::new(disk);
     let file = BlockingFile::new(disk.clone());
@@ -173,7 +173,7 @@ fn c54_a_read_of_a_block_in_which_the_backing_file_ends_is_not_torn_by_a_concurr
         ChainOptions { format: Some(Format::Qcow2), writable: true, ..ChainOptions::default() };
     let chain = Chain::open(&top, &options).unwrap();
     let gate = gate::before(chain.layers()[1].file.fd().unwrap());
-    let options = ServeOptions { writable: true, direct: Direct::Off, hint: true };
+    let options = ServeOptions { writable: true, direct: Direct::Off, cache_holes: true };
     let (disk, open_image) = open(chain, options).unwrap();
     let disk = Arc::new(disk);
     let mut block = vec![1; BLOCK as usize];

@@ -258,7 +258,7 @@ fn make(scene: &Scene, directory: &Path) -> Vec<PathBuf> {
 
 fn record(scene: &Scene, path: &Path, random: &mut Random) -> Vec<Event> {
     let chain = chain(path, true);
-    let options = ServeOptions { writable: true, direct: Direct::Auto, hint: true };
+    let options = ServeOptions { writable: true, direct: Direct::Auto, cache_holes: true };
     let top = chain.top();
     let data = top.header().unwrap().has_data_file().then(|| top.data_file().fd().unwrap());
     let journal = journal::of(std::iter::once(top.file.fd().unwrap()).chain(data));

@@ -572,6 +572,6 @@ fn no_job_is_forgotten_while_threads_are_stuck_and_end_and_start() {
 
 #[test]
 fn of_the_default_number_of_threads_a_device_and_a_client_have_the_documented_shares() {
-    let bounds = Bounds::of_devices(crate::Config::default().workers);
+    let bounds = Bounds::of_devices(crate::WorkerPool::DEFAULT_LIMIT);
     assert_eq!((bounds.threads, bounds.device, bounds.client()), (32, 24, 18));
 }
