@@ -10,7 +10,7 @@ use nowait_control::ControlError;
 use nowait_remote::Location;
 
 use crate::allowed_uri::AllowedUri;
-use crate::args::ServeArgs;
+use crate::config::ServeConfig;
 
 /// The places that the user of a server has allowed.
 pub(crate) struct AllowedPlaces {
@@ -21,14 +21,14 @@ pub(crate) struct AllowedPlaces {
 }
 
 impl AllowedPlaces {
-    /// The places that `args` allow; `sockets` is the directory of default control sockets.
-    pub(crate) fn of(args: &ServeArgs, sockets: Option<PathBuf>) -> Self {
-        let directories = args.control.allow_dir.clone();
+    /// The places that `config` allow; `sockets` is the directory of default control sockets.
+    pub(crate) fn of(config: &ServeConfig, sockets: Option<PathBuf>) -> Self {
+        let directories = config.allow_dir.clone();
         let sockets = directories.iter().cloned().chain(sockets);
         Self {
             directories_of_sockets: sockets.collect(),
             directories,
-            uris: args.control.allow_uri.clone(),
+            uris: config.allow_uri.clone(),
         }
     }
 

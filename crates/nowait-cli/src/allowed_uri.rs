@@ -29,6 +29,11 @@ impl AllowedUri {
         }
     }
 
+    /// Its text.
+    pub(crate) fn text(&self) -> String {
+        self.0.clone()
+    }
+
     /// A location that it allows.
     ///
     /// # Errors

@@ -13,9 +13,8 @@ use nowait_nbd::{Address, TlsParams};
 use nowait_remote::Location;
 use tracing::info;
 
-use crate::args::ServeArgs;
-use crate::args::control_args::ControlAddress;
-use crate::args::tls_args::Encryption;
+use crate::config::{Encryption, ServeConfig};
+use crate::control_address::ControlAddress;
 use crate::control_socket;
 use crate::default_image::DefaultSocket;
 use crate::open_disk::OpenedDisk;
@@ -44,11 +43,11 @@ const AUTHORITY_VARIABLES: [&str; 2] = ["SSL_CERT_FILE", "SSL_CERT_DIR"];
 /// # Errors
 /// As [`sandbox::enter`].
 pub(crate) fn enter(
-    args: &ServeArgs,
+    config: &ServeConfig,
     mut files: FileAccess,
     nodes: &UblkNodes,
 ) -> Result<(), CliError> {
-    let Some(mode) = args.sandbox.mode() else { return Ok(()) };
+    let Some(mode) = config.sandbox.mode() else { return Ok(()) };
     systemd::connect();
     log::connect();
     for device in nodes.devices() {
@@ -60,31 +59,31 @@ pub(crate) fn enter(
     Ok(())
 }
 
-/// The files that the server of `args` opens, creates and removes while it serves `all`.
-pub(crate) fn needed_files(args: &ServeArgs, all: &[OpenedDisk]) -> FileAccess {
+/// The files that the server of `config` opens, creates and removes while it serves `all`.
+pub(crate) fn needed_files(config: &ServeConfig, all: &[OpenedDisk]) -> FileAccess {
     let mut files = FileAccess::default();
     KERNEL_FILES.iter().for_each(|path| files.read(path));
     files.write("/dev/null");
-    images(args, all, &mut files);
-    if args.vhost_user.connects() {
+    images(config, all, &mut files);
+    if config.connects_to_vmms() {
         files.connect_sockets();
     }
     if let Encryption::Offered(directory) | Encryption::Required { directory, .. } =
-        args.tls.encryption()
+        config.encryption()
     {
         renewed_directory(directory, &mut files);
     }
-    args.control.control_tls_certs.iter().for_each(|it| renewed_directory(it, &mut files));
+    config.control_tls_certs.iter().for_each(|it| renewed_directory(it, &mut files));
     files
 }
 
-fn images(args: &ServeArgs, all: &[OpenedDisk], files: &mut FileAccess) {
-    let named = args.others.backing.iter().cloned();
+fn images(config: &ServeConfig, all: &[OpenedDisk], files: &mut FileAccess) {
+    let named = config.backing.iter().cloned();
     let given =
         all.iter().filter_map(|opened| Location::parse(&opened.named.image.clone().into()).ok());
     named.chain(given).for_each(|location| remote(&location, files));
-    args.remote.cache.iter().for_each(|cache| files.change(&cache.directory));
-    args.remote.auth.http_auth.iter().for_each(|path| renewed_file(path, files));
+    config.cache.iter().for_each(|cache| files.change(&cache.directory));
+    config.http_auth.iter().for_each(|path| renewed_file(path, files));
     for opened in all {
         let image = &opened.named.image;
         if Location::parse(&image.into()).is_ok_and(|location| location.path().is_none()) {
@@ -101,19 +100,19 @@ fn images(args: &ServeArgs, all: &[OpenedDisk], files: &mut FileAccess) {
         }
         opened.options.backing_dirs.iter().for_each(|directory| files.read(directory));
     }
-    args.others.backing_dir.iter().for_each(|directory| files.read(directory));
-    args.others.data_file.iter().for_each(|file| files.write(file));
-    args.control.allow_dir.iter().for_each(|directory| {
+    config.backing_dir.iter().for_each(|directory| files.read(directory));
+    config.data_file.iter().for_each(|file| files.write(file));
+    config.allow_dir.iter().for_each(|directory| {
         files.change(directory);
         files.make_sockets(directory);
     });
     // The storages of URIs that are named later.
-    args.control.allow_uri.iter().filter_map(|uri| uri.location().ok()).for_each(|location| {
+    config.allow_uri.iter().filter_map(|uri| uri.location().ok()).for_each(|location| {
         remote(&location, files);
         named_later(&location, files);
     });
     // An export that is added may have sockets.
-    if !(args.control.allow_dir.is_empty() && args.control.allow_uri.is_empty()) {
+    if !(config.allow_dir.is_empty() && config.allow_uri.is_empty()) {
         control_socket::directory().iter().for_each(|directory| files.make_sockets(directory));
     }
 }
@@ -162,10 +161,10 @@ fn named_later(location: &Location, files: &mut FileAccess) {
     }
 }
 
-/// The names that the server of `args` removes at its end: those of its sockets, which are bound already (`listens` and
+/// The names that the server of `config` removes at its end: those of its sockets, which are bound already (`listens` and
 /// `default_socket`).
 pub(crate) fn owned_paths(
-    args: &ServeArgs,
+    config: &ServeConfig,
     listens: &[Address],
     default_socket: Option<&DefaultSocket>,
 ) -> OwnedPaths {
@@ -174,11 +173,11 @@ pub(crate) fn owned_paths(
         Address::Unix(path) => Some(path.clone()),
         Address::Tcp { .. } => None,
     });
-    let vhost_user = args.vhost_user.sockets.iter().filter_map(|socket| match &socket.socket {
+    let vhost_user = config.vhost_user.iter().filter_map(|socket| match &socket.socket {
         DevicePlace::Path(path) => Some(path.clone()),
         DevicePlace::ConnectsTo(_) | DevicePlace::Descriptor(_) => None,
     });
-    let control = match args.control.unix() {
+    let control = match config.control_socket() {
         Some(ControlAddress::Off | ControlAddress::Tcp { .. }) => None,
         Some(ControlAddress::Unix(path)) => Some(path.clone()),
         None => control_socket::of_this_process(),
@@ -222,21 +221,16 @@ mod tests {
     use nowait_image::Format;
     use std::fs;
 
-    use clap::Parser;
     use nowait_image::ChainOptions;
     use nowait_image::create::{CreateOptions, create};
 
     use super::*;
-    use crate::args::{Cli, Command};
+    use crate::config::config_file;
     use crate::export_spec::NamedExport;
     use crate::owned_paths::Change;
 
-    fn parsed<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Box<ServeArgs> {
-        match Cli::try_parse_from(["nowait", "serve"].into_iter().chain(arguments)).unwrap().command
-        {
-            Command::Serve(args) => args,
-            _ => panic!("another command"),
-        }
+    fn parsed(text: &str) -> ServeConfig {
+        config_file::parse(text).unwrap()
     }
 
     #[test]
@@ -247,22 +241,13 @@ mod tests {
             fs::write(&path, "").unwrap();
             path.to_str().unwrap().to_owned()
         });
-        let listen = format!("unix:{nbd}");
-        let args = parsed([
-            "--nbd",
-            &listen,
-            "--vhost-user",
-            &vmm,
-            "--pid-file",
-            &pid,
-            "--log-file",
-            &log,
-            "--control",
-            "tcp:127.0.0.1:0",
-        ]);
-        let files = |args: &ServeArgs| format!("{:?}", needed_files(args, &[]));
-        assert_eq!(files(&args), files(&parsed([])));
-        let names = owned_paths(&args, &[Address::Unix(nbd.clone().into())], None);
+        let config = parsed(&format!(
+            "nbd = ['unix:{nbd}']\nvhost-user = ['{vmm}']\npid-file = '{pid}'\nlog-file = '{log}'\n\
+             control = ['tcp:127.0.0.1:0']\n"
+        ));
+        let files = |config: &ServeConfig| format!("{:?}", needed_files(config, &[]));
+        assert_eq!(files(&config), files(&parsed("")));
+        let names = owned_paths(&config, &[Address::Unix(nbd.clone().into())], None);
         names.change(&Change::RemoveFile(nbd.into())).unwrap();
         names.change(&Change::RemoveFile(vmm.into())).unwrap();
         names.change(&Change::RemoveFile(log.into())).unwrap_err();
@@ -275,13 +260,13 @@ mod tests {
         let home = std::env::home_dir().unwrap();
         for (parent, is_given) in [(&*own, true), (&home, false), (Path::new("/etc"), false)] {
             let file = parent.join("token");
-            let args = parsed(["--http-auth", file.to_str().unwrap()]);
-            let mut expected = needed_files(&parsed([]), &[]);
+            let config = parsed(&format!("http-auth = '{}'", file.display()));
+            let mut expected = needed_files(&parsed(""), &[]);
             expected.read(&file);
             if is_given {
                 expected.read(parent);
             }
-            assert_eq!(format!("{:?}", needed_files(&args, &[])), format!("{expected:?}"));
+            assert_eq!(format!("{:?}", needed_files(&config, &[])), format!("{expected:?}"));
         }
     }
 
@@ -295,9 +280,9 @@ mod tests {
                 ChainOptions { format: Some(format), writable, ..ChainOptions::default() };
             let named = NamedExport { name: String::new(), image: image.clone() };
             let opened = OpenedDisk::open(named, options, None).unwrap();
-            let args = parsed(image.to_str());
+            let config = parsed(&format!("[[export]]\nimage = '{}'", image.display()));
             let (mut files, mut expected) = (FileAccess::default(), FileAccess::default());
-            images(&args, &[opened], &mut files);
+            images(&config, &[opened], &mut files);
             match writable {
                 true => expected.write(&image),
                 false => expected.read(&image),

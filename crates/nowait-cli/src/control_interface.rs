@@ -11,7 +11,7 @@ use crate::error::CliError;
 use nowait_control::{HttpListener, HttpServer};
 use nowait_server::{Credentials, Listener};
 
-use crate::args::control_args::ServeControlArgs;
+use crate::config::ServeConfig;
 use crate::control_socket::{self, BoundSocket};
 use crate::control_tcp::ControlTcp;
 use crate::running_server::RunningServer;
@@ -34,18 +34,18 @@ pub(crate) struct ControlInterface {
 }
 
 impl BoundControl {
-    /// Binds what `args` say, or takes it over.
+    /// Binds what `config` say, or takes it over.
     ///
     /// # Errors
     /// An address that was given cannot be bound, or may not be used as it was given.
     pub(crate) fn bind(
-        args: &ServeControlArgs,
+        config: &ServeConfig,
         mut take_over: Option<&mut TakeOver>,
     ) -> Result<Self, CliError> {
         let unix = take_over.as_deref_mut().map(TakeOver::control).transpose()?.flatten();
         let tcp = take_over.map(TakeOver::control_tcp).transpose()?.unwrap_or_default();
-        let tcp = ControlTcp::bind(args, tcp)?;
-        Ok(Self { socket: control_socket::bind(args.unix(), unix)?, tcp })
+        let tcp = ControlTcp::bind(config, tcp)?;
+        Ok(Self { socket: control_socket::bind(config.control_socket(), unix)?, tcp })
     }
 
     /// The sockets for a program that takes over.

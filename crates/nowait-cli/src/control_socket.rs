@@ -12,7 +12,7 @@ use nowait_nbd::Address;
 use nowait_server::Listener;
 use rustix::process::geteuid;
 
-use crate::args::control_args::ControlAddress;
+use crate::control_address::ControlAddress;
 use crate::default_image;
 use crate::upgrade::messages::ListenerState;
 use crate::upgrade::take_over::HandedListener;

@@ -12,7 +12,7 @@ use nowait_control::{HttpListener, Token};
 use nowait_nbd::Address;
 use nowait_server::{Credentials, Listener};
 
-use crate::args::control_args::ServeControlArgs;
+use crate::config::ServeConfig;
 use crate::tls_files::TlsFiles;
 use crate::token_file::{self, OwnTokenFile};
 use crate::upgrade::messages::ListenerState;
@@ -32,23 +32,23 @@ enum Proof {
 }
 
 impl ControlTcp {
-    /// Binds the address that `args` have, or takes over its sockets; `None` if they have none.
+    /// Binds the address that `config` have, or takes over its sockets; `None` if they have none.
     ///
     /// # Errors
     /// The address cannot be bound, it is for all networks without certificates, or there is no
     /// token.
     pub(crate) fn bind(
-        args: &ServeControlArgs,
+        config: &ServeConfig,
         handed: Vec<HandedListener>,
     ) -> Result<Option<Self>, CliError> {
-        let Some((host, port)) = args.tcp() else { return Ok(None) };
+        let Some((host, port)) = config.control_tcp() else { return Ok(None) };
         let failed = |error| {
             CliError::new(format!(
                 "--control tcp:{host}:{port}: cannot listen: {}",
                 os_message(&error)
             ))
         };
-        let certificates = args.control_tls_certs.as_deref().map(TlsFiles::verified);
+        let certificates = config.control_tls_certs.as_deref().map(TlsFiles::verified);
         let certificates = certificates
             .map(|files| files.load().map(|credentials| Proof::Certificate(files, credentials)))
             .transpose()?;
@@ -59,7 +59,7 @@ impl ControlTcp {
         };
         let mut bound = listeners.iter().filter_map(Listener::tcp_address);
         let port = bound.clone().next().map_or(port, |address| address.port());
-        let proof = match (certificates, &args.control_token) {
+        let proof = match (certificates, &config.control_token) {
             (Some(proof), _) => proof,
             (None, _) if !bound.all(|address| address.ip().is_loopback()) => {
                 return Err(CliError::new(format!(

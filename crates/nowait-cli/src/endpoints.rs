@@ -14,7 +14,7 @@ use std::sync::Arc;
 use nowait_nbd::Address;
 use nowait_server::{AnyExport, Listener};
 
-use crate::args::ServeArgs;
+use crate::config::ServeConfig;
 use crate::default_image::{self, DefaultSocket};
 use crate::error::{CliError, create_message, os_message};
 use crate::export_spec::NamedExport;
@@ -45,7 +45,7 @@ impl Endpoints {
     /// # Errors
     /// An address is in use or cannot be bound; there are not enough descriptors.
     pub(crate) fn open(
-        args: &ServeArgs,
+        config: &ServeConfig,
         image: &Path,
         is_ublk: bool,
         inherited: Vec<(Listener, Address)>,
@@ -55,25 +55,25 @@ impl Endpoints {
         match handed {
             Some(handed) => Self::taken_over(handed, ending),
             None => {
-                let is_device = is_ublk || !args.vhost_user.sockets.is_empty();
-                Self::bind(args, image, is_device, inherited, ending)
+                let is_device = is_ublk || !config.vhost_user.is_empty();
+                Self::bind(config, image, is_device, inherited, ending)
             }
         }
     }
 
-    /// Binds the addresses of `args` beside the `inherited` ones; the default one for `image` if
+    /// Binds the addresses of `config` beside the `inherited` ones; the default one for `image` if
     /// there are none and clients have no other way (`is_device`).
     ///
     /// # Errors
     /// An address is in use or cannot be bound.
     fn bind(
-        args: &ServeArgs,
+        config: &ServeConfig,
         image: &Path,
         is_device: bool,
         inherited: Vec<(Listener, Address)>,
         ending: &Ending,
     ) -> Result<Self, CliError> {
-        let given = args.addresses.listens();
+        let given = config.nbd.clone();
         let needs_socket = given.is_empty() && inherited.is_empty() && !is_device;
         let default_socket = needs_socket.then(|| default_image::socket(image)).transpose()?;
         let default_socket = default_socket.map(Arc::new);
@@ -124,13 +124,13 @@ impl Endpoints {
 /// The connections of virtual machines that were handed over, by their descriptors; none if this
 /// program takes over those of another one. To be called before this process opens any descriptor.
 pub(crate) fn connections(
-    args: &ServeArgs,
+    config: &ServeConfig,
     takes_over: bool,
 ) -> Result<HashMap<i32, UnixStream>, CliError> {
     if takes_over {
         return Ok(HashMap::new());
     }
-    let numbers = args.vhost_user.sockets.iter().filter_map(|socket| match socket.socket {
+    let numbers = config.vhost_user.iter().filter_map(|socket| match socket.socket {
         DevicePlace::Descriptor(number) => Some(number),
         DevicePlace::Path(_) | DevicePlace::ConnectsTo(_) => None,
     });
@@ -163,7 +163,7 @@ fn bind(
 /// The exports of `all`, each with its vhost-user sockets, which come later if they are those of
 /// another program.
 pub(crate) fn exports_of(
-    args: &ServeArgs,
+    config: &ServeConfig,
     all: &[OpenedDisk],
     mut connections: HashMap<i32, UnixStream>,
     nodes: &UblkNodes,
@@ -178,7 +178,7 @@ pub(crate) fn exports_of(
         return Ok(exports);
     }
     let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
-    for socket in &args.vhost_user.sockets {
+    for socket in &config.vhost_user {
         let index = socket.export_of(&named).map_err(CliError::new)?;
         let export = exports.remove(index);
         let export = match &socket.socket {

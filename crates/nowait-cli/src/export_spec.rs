@@ -1,4 +1,4 @@
-//! Parses the exports of the command line and assigns their names: `[NAME=]IMAGE...`.
+//! The exports of a server, as the command line (`[NAME=]IMAGE...`) or a file gives them, and their names.
 //!
 //! Invariant: no two exports have the same name, and no name is longer than the protocol allows.
 
@@ -7,18 +7,38 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use nowait_remote::Location;
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// The longest name in bytes that the NBD protocol allows (NBD proto.md, "Values", string limit).
 pub(crate) const MAX_NAME_BYTES: usize = 4096;
 
-/// `[NAME=]IMAGE`, one of several.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct ExportArg {
-    name: Option<String>,
-    image: PathBuf,
+/// An export, one of several.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
+pub(crate) struct ExportSpec {
+    /// The name that clients ask for; without it the empty one for the first export, else that of its file.
+    #[serde(deserialize_with = "some_name", skip_serializing_if = "Option::is_none")]
+    pub(crate) name: Option<String>,
+    /// The path or URI of the image; without it the default image, which is the only export then.
+    #[serde(deserialize_with = "some_image", skip_serializing_if = "Option::is_none")]
+    pub(crate) image: Option<PathBuf>,
+    /// Description for clients; without it the name of the file.
+    #[serde(deserialize_with = "some_name", skip_serializing_if = "Option::is_none")]
+    pub(crate) description: Option<String>,
 }
 
-impl ExportArg {
+fn some_name<'de, D: Deserializer<'de>>(from: D) -> Result<Option<String>, D::Error> {
+    parse_name(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
+}
+
+fn some_image<'de, D: Deserializer<'de>>(from: D) -> Result<Option<PathBuf>, D::Error> {
+    let image = String::deserialize(from)?;
+    Location::parse(&OsString::from(&image)).map_err(D::Error::custom)?;
+    Ok(Some(image.into()))
+}
+
+impl ExportSpec {
     /// The part before the first `=` is the name, unless the text begins with `/`, `./` or `../`,
     /// or like a URI: then all of it is the image.
     ///
@@ -30,7 +50,7 @@ impl ExportArg {
         let is_path = [&b"/"[..], b"./", b"../"].iter().any(|start| bytes.starts_with(start));
         let is_image = is_path || is_remote(&text)?;
         let Some(at) = bytes.iter().position(|&byte| byte == b'=').filter(|_| !is_image) else {
-            return Ok(Self { name: None, image: text.into() });
+            return Ok(Self { image: Some(text.into()), ..Self::default() });
         };
         let (name, image) = (&bytes[..at], &bytes[at + 1..]);
         if name.is_empty() {
@@ -43,14 +63,14 @@ impl ExportArg {
             std::str::from_utf8(name).map_err(|_| format!("its name is no text ({FORM})"))?;
         let image = OsStr::from_bytes(image);
         is_remote(image)?;
-        Ok(Self { name: Some(parse_name(name)?), image: image.into() })
+        Ok(Self { name: Some(parse_name(name)?), image: Some(image.into()), description: None })
     }
 }
 
-impl ExportArg {
-    /// Where the image is.
-    pub(crate) fn location(&self) -> Result<Location, String> {
-        Location::parse(&self.image.clone().into())
+impl ExportSpec {
+    /// The place of the image; `None` for the default image.
+    pub(crate) fn location(&self) -> Option<Location> {
+        Location::parse(&self.image.clone()?.into()).ok()
     }
 }
 
@@ -95,23 +115,24 @@ pub(crate) struct NamedExport {
     pub(crate) image: PathBuf,
 }
 
-/// Assigns a name to each of `given`: to the first its own or that of `first` (`--export`), else
-/// the empty name; to each other its own, else the name of its file.
+/// Assigns a name to each of `given`: to the first its own, else the empty name; to each other its own, else the name of
+/// its file. The default image is left out.
 ///
 /// # Errors
-/// A message for the user: a name is given twice, or cannot be derived from the file.
-pub(crate) fn named(given: &[ExportArg], first: Option<&str>) -> Result<Vec<NamedExport>, String> {
+/// A message for the user: a name is given twice, or cannot be derived from the file; the default image is one of several.
+pub(crate) fn named(given: &[ExportSpec]) -> Result<Vec<NamedExport>, String> {
     let mut all: Vec<NamedExport> = Vec::new();
-    for ExportArg { name, image } in given {
-        let name = match (name, first) {
-            (Some(_), Some(_)) if all.is_empty() => {
-                return Err(
-                    "give the first image its name by NAME= or by --export, not both".into()
-                );
-            }
-            (Some(name), _) => name.clone(),
-            (None, first) if all.is_empty() => first.unwrap_or_default().to_owned(),
-            (None, _) => file_name(image)?,
+    for ExportSpec { name, image, .. } in given {
+        let Some(image) = image else {
+            return match given {
+                [_] => Ok(all),
+                _ => Err("an export has no image: the default image is served alone".into()),
+            };
+        };
+        let name = match name {
+            Some(name) => name.clone(),
+            None if all.is_empty() => String::new(),
+            None => file_name(image)?,
         };
         if let Some(other) = all.iter().find(|other| other.name == name) {
             let (one, two) = (other.image.display(), image.display());
@@ -133,19 +154,25 @@ fn file_name(image: &Path) -> Result<String, String> {
 mod tests {
     use super::*;
 
-    fn given(text: &str) -> ExportArg {
-        ExportArg::parse(text.into()).unwrap()
+    fn given(text: &str) -> ExportSpec {
+        ExportSpec::parse(text.into()).unwrap()
     }
 
-    fn names(list: &[&str], first: Option<&str>) -> Result<Vec<String>, String> {
-        let list: Vec<ExportArg> = list.iter().map(|text| given(text)).collect();
-        Ok(named(&list, first)?.into_iter().map(|named| named.name).collect())
+    fn names(list: &[&str]) -> Result<Vec<String>, String> {
+        let list: Vec<ExportSpec> = list.iter().map(|text| given(text)).collect();
+        Ok(named(&list)?.into_iter().map(|named| named.name).collect())
+    }
+
+    fn unnamed(image: impl Into<PathBuf>) -> ExportSpec {
+        ExportSpec { image: Some(image.into()), ..ExportSpec::default() }
+    }
+
+    fn with(name: &str, image: &str) -> ExportSpec {
+        ExportSpec { name: Some(name.into()), ..unnamed(image) }
     }
 
     #[test]
     fn the_name_precedes_the_first_equals_sign() {
-        let with =
-            |name: &str, image: &str| ExportArg { name: Some(name.into()), image: image.into() };
         assert_eq!(given("a=b.img"), with("a", "b.img"));
         assert_eq!(given("vm/a=/d/b=c.img"), with("vm/a", "/d/b=c.img"));
     }
@@ -153,20 +180,19 @@ mod tests {
     #[test]
     fn a_text_that_begins_like_a_path_has_no_name() {
         for path in ["b.img", "/d/a=b.img", "./a=b.img", "../a=b.img"] {
-            assert_eq!(given(path), ExportArg { name: None, image: path.into() });
+            assert_eq!(given(path), unnamed(path));
         }
         let latin1 = OsString::from(OsStr::from_bytes(b"/d/\xe9=.img"));
-        assert_eq!(ExportArg::parse(latin1.clone()).unwrap().image, PathBuf::from(latin1));
+        assert_eq!(ExportSpec::parse(latin1.clone()).unwrap(), unnamed(latin1));
     }
 
     #[test]
     fn a_uri_is_an_image_and_may_have_a_name_before_it() {
         let uri = "nbd+unix:///disk?socket=/run/a=b.sock";
-        assert_eq!(given(uri), ExportArg { name: None, image: uri.into() });
-        let named = ExportArg { name: Some("a".into()), image: uri.into() };
-        assert_eq!(given(&format!("a={uri}")), named);
-        assert!(names(&["a.img", "nbd://h/disk"], None).unwrap_err().contains("needs a name"));
-        assert!(ExportArg::parse("a=nbd+unix:///disk".into()).unwrap_err().contains("socket"));
+        assert_eq!(given(uri), unnamed(uri));
+        assert_eq!(given(&format!("a={uri}")), with("a", uri));
+        assert!(names(&["a.img", "nbd://h/disk"]).unwrap_err().contains("needs a name"));
+        assert!(ExportSpec::parse("a=nbd+unix:///disk".into()).unwrap_err().contains("socket"));
     }
 
     #[test]
@@ -177,7 +203,7 @@ mod tests {
             ("a=".into(), "the image is missing"),
             (latin1, "no text"),
         ] {
-            let error = ExportArg::parse(text).unwrap_err();
+            let error = ExportSpec::parse(text).unwrap_err();
             assert!(error.contains(why) && error.contains("NAME=IMAGE"), "{error}");
         }
     }
@@ -186,28 +212,29 @@ mod tests {
     fn a_name_is_as_long_as_the_protocol_allows_and_no_longer() {
         assert_eq!(parse_name(&"x".repeat(4096)).unwrap().len(), 4096);
         assert!(parse_name(&"x".repeat(4097)).unwrap_err().contains("4096"));
-        let given = ExportArg::parse(format!("{}=a.img", "x".repeat(4097)).into());
+        let given = ExportSpec::parse(format!("{}=a.img", "x".repeat(4097)).into());
         assert!(given.unwrap_err().contains("4096"));
     }
 
     #[test]
     fn the_first_has_the_empty_name_and_the_others_the_names_of_their_files() {
-        let all = names(&["a.img", "d/b.img", "c=e.img"], None).unwrap();
+        let all = names(&["a.img", "d/b.img", "c=e.img"]).unwrap();
         assert_eq!(all, ["", "b.img", "c"]);
-        assert_eq!(names(&["a=a.img", "b=b.img"], None).unwrap(), ["a", "b"]);
+        assert_eq!(names(&["a=a.img", "b=b.img"]).unwrap(), ["a", "b"]);
     }
 
     #[test]
-    fn export_names_the_first_only_and_once() {
-        assert_eq!(names(&["a.img", "b.img"], Some("x")).unwrap(), ["x", "b.img"]);
-        assert!(names(&["a=a.img"], Some("x")).unwrap_err().contains("not both"));
+    fn the_default_image_is_served_alone() {
+        let default = ExportSpec { name: Some("x".into()), ..ExportSpec::default() };
+        assert_eq!(named(std::slice::from_ref(&default)), Ok(Vec::new()));
+        assert!(named(&[default, given("a")]).unwrap_err().contains("alone"));
     }
 
     #[test]
     fn two_exports_of_one_name_are_refused() {
         for list in [["a=b", "a=c"], ["b.img=a", "b.img"]] {
-            assert!(names(&list, None).unwrap_err().contains("have one name"));
+            assert!(names(&list).unwrap_err().contains("have one name"));
         }
-        assert!(names(&["a", ".."], None).unwrap_err().contains("needs a name"));
+        assert!(names(&["a", ".."]).unwrap_err().contains("needs a name"));
     }
 }

@@ -9,10 +9,9 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use clap::Parser;
 use nowait_remote::CredentialOutput;
 
-use crate::args::{Cli, Command, ServeArgs};
+use crate::config::{ServeConfig, config_file};
 use crate::owned_paths::{OwnedPaths, OwnedPidFile};
 use crate::upgrade::credential_processes;
 use crate::upgrade::hand_over_policy::HandOverPolicy;
@@ -21,9 +20,18 @@ use crate::upgrade::messages::{Begin, ExportState, ListenerState};
 
 /// The program that the launcher may start, below the directory.
 const PROGRAM: &str = "program";
-/// The command line of the server, in which DIR is the directory.
-const COMMAND: &str = "nowait serve DIR/disk --nbd unix:DIR/socket --control unix:DIR/control --allow-dir DIR/images \
-                       --backing-dir DIR/below --format raw --pid-file DIR/pid --log-file DIR/log";
+/// The configuration of the server, in which DIR is the directory.
+const CONFIG: &str = "
+nbd = ['unix:DIR/socket']
+control = ['unix:DIR/control']
+allow-dir = ['DIR/images']
+backing-dir = ['DIR/below']
+format = 'raw'
+pid-file = 'DIR/pid'
+log-file = 'DIR/log'
+[[export]]
+image = 'DIR/disk'
+";
 /// The command line of the program that gives credentials.
 const CREDENTIAL_COMMAND: &str = "credentials --of me";
 /// Files, which stay: none of them is one of the server's names.
@@ -32,7 +40,7 @@ const FILES: [&str; 5] = ["disk", "neighbour", "images/added", "below/base", "pr
 /// A launcher and the command line of its server, to which the server sends what it likes.
 pub struct TakenOverServer {
     directory: PathBuf,
-    args: Box<ServeArgs>,
+    config: ServeConfig,
 }
 
 /// A program that runs until it is ended, and starts only where one may.
@@ -72,11 +80,9 @@ impl TakenOverServer {
             fs::write(directory.join(name), name).map_err(failed)?;
         }
         symlink("../neighbour", directory.join("images/link")).map_err(failed)?;
-        let command = COMMAND.replace("DIR", &directory.to_string_lossy());
-        match Cli::try_parse_from(command.split_whitespace()).map(|cli| cli.command) {
-            Ok(Command::Serve(args)) => Ok(Self { directory, args }),
-            _ => Err("a command line that does not parse".into()),
-        }
+        let text = CONFIG.replace("DIR", &directory.to_string_lossy());
+        let config = config_file::parse(&text).map_err(|(line, why)| format!("{line}: {why}"))?;
+        Ok(Self { directory, config })
     }
 
     /// Receives the messages in `bytes`, which are separated by line feeds: JSON in which DIR is the directory, and
@@ -129,7 +135,7 @@ impl TakenOverServer {
 
     /// Validates `begin` as a program that takes over does.
     fn begins(&self, begin: &Begin) -> Result<(), String> {
-        let policy = HandOverPolicy::of(&self.args, None).map_err(|error| error.to_string())?;
+        let policy = HandOverPolicy::of(&self.config, None).map_err(|error| error.to_string())?;
         let listeners = begin.listeners.iter().chain(&begin.control_tcp);
         if policy
             .check(&begin.exports, listeners.clone(), begin.control.as_ref(), &begin.nodes())

@@ -8,23 +8,23 @@ use std::io;
 use rustix::process::configure_io_flusher_behavior;
 use tracing::warn;
 
-use crate::args::ServeArgs;
+use crate::config::ServeConfig;
 use crate::error::{CliError, os_message};
 
 /// Memory that this process asks the kernel for, and its writes to the page cache, wait for no disk but that which it
-/// writes to, if `args` say that this host uses the disks: reclaim would wait for requests that this process serves.
+/// writes to, if `config` say that this host uses the disks: reclaim would wait for requests that this process serves.
 ///
 /// # Errors
 /// `--io-flusher`, and the process may not (`EPERM`) or the kernel cannot (`EINVAL`, before Linux 5.6). Without that
 /// option the reason is a warning.
-pub(crate) fn set_if_asked(args: &ServeArgs) -> Result<(), CliError> {
-    let has_node = args.ublk.is_given();
-    if !args.io_flusher && !has_node {
+pub(crate) fn set_if_asked(config: &ServeConfig) -> Result<(), CliError> {
+    let has_node = !config.ublk.is_empty();
+    if !config.io_flusher && !has_node {
         return Ok(());
     }
     match configure_io_flusher_behavior(true) {
         Ok(()) => Ok(()),
-        Err(errno) if args.io_flusher => {
+        Err(errno) if config.io_flusher => {
             Err(CliError::new(format!("--io-flusher: {}", refusal(errno.into()))))
         }
         Err(errno) => {

@@ -22,8 +22,10 @@ mod listen_address;
 mod vhost_user_spec;
 mod ublk_spec;
 mod allowed_uri;
+mod control_address;
 mod habits;
 mod secrets;
+mod config;
 mod args;
 mod usage;
 mod owned_paths;
@@ -67,7 +69,9 @@ use crate::commands::top;
 use crate::commands::{
     bench, check, commit, control, copy, create, info, map, resize, serve, setup, ublk,
 };
+use crate::config::{ServeConfig, config_file};
 use crate::error::CliError;
+use crate::upgrade::take_over;
 
 /// Runs the command of this process. Returns the exit status.
 #[must_use]
@@ -82,11 +86,19 @@ pub fn run() -> u8 {
             return status;
         }
     };
-    if let Err(why) = command.check() {
-        systemd::reject_clients();
-        return usage::refuse(&command, &why);
-    }
-    match execute(command) {
+    let config = match &command {
+        Command::Serve(args) => args.config(),
+        other => other.check().map(|()| ServeConfig::default()),
+    };
+    let config = match config {
+        Ok(config) => config,
+        Err(why) => {
+            systemd::reject_clients();
+            take_over::refuse(&why);
+            return usage::refuse(&command, &why);
+        }
+    };
+    match execute(command, config) {
         Ok(status) => status,
         Err(error) => {
             log::write_line(tracing::Level::ERROR, &error);
@@ -95,8 +107,8 @@ pub fn run() -> u8 {
     }
 }
 
-/// Runs `command`, whose rules were checked. Returns the exit status.
-fn execute(command: Command) -> Result<u8, CliError> {
+/// Runs `command`, whose rules were checked; `serve` with its `config`. Returns the exit status.
+fn execute(command: Command, config: ServeConfig) -> Result<u8, CliError> {
     if command.asks_a_server()
         && let Some(why) = nowait_control::DISABLED
     {
@@ -104,8 +116,12 @@ fn execute(command: Command) -> Result<u8, CliError> {
     }
     match command {
         Command::Serve(args) => {
-            log::start(args.verbose);
-            serve::run(&args).map(|()| 0)
+            if args.print_config {
+                let text = config_file::text(&config).map_err(CliError::new)?;
+                return output::print(text).map(|()| 0);
+            }
+            log::start(config.verbose);
+            serve::run(&config).map(|()| 0)
         }
         Command::Create(args) => create::run(&args).map(|()| 0),
         Command::Info(args) => info::run(&args).map(|()| 0),

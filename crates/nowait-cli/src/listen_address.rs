@@ -40,6 +40,21 @@ pub(crate) fn unix(path: PathBuf) -> Result<Address, String> {
     Ok(Address::Unix(path))
 }
 
+/// The text that [`parse`] reads as `address`.
+///
+/// # Errors
+/// The path is not UTF-8.
+pub(crate) fn text(address: &Address) -> Result<String, String> {
+    match address {
+        Address::Unix(path) => match path.to_str() {
+            Some(path) => Ok(format!("unix:{path}")),
+            None => Err(format!("the path {} is not UTF-8", path.display())),
+        },
+        Address::Tcp { host, port } if host.contains(':') => Ok(format!("tcp:[{host}]:{port}")),
+        Address::Tcp { host, port } => Ok(format!("tcp:{host}:{port}")),
+    }
+}
+
 fn tcp(address: &str) -> Result<Address, String> {
     const FORM: &str = "as in tcp:127.0.0.1:10809 or tcp:[::1]:10809";
     let (host, port) =
@@ -58,6 +73,8 @@ fn tcp(address: &str) -> Result<Address, String> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::ffi::OsStrExt;
+
     use super::*;
 
     fn listen(text: &str) -> Address {
@@ -80,6 +97,17 @@ mod tests {
         assert_eq!(listen("tcp:127.0.0.1:10809"), tcp("127.0.0.1", 10809));
         assert_eq!(listen("tcp:[::1]:1"), tcp("::1", 1));
         assert_eq!(listen("tcp:[localhost]:0"), tcp("localhost", 0));
+    }
+
+    #[test]
+    fn the_text_of_an_address_is_read_as_the_same() {
+        for text in
+            ["unix:/run/a.sock", "unix:a:b", "tcp:127.0.0.1:10809", "tcp:[::1]:1", "tcp:h:0"]
+        {
+            assert_eq!(super::text(&listen(text)).unwrap(), text);
+        }
+        let latin1 = Address::Unix(std::ffi::OsStr::from_bytes(b"/d/\xe9").into());
+        assert!(super::text(&latin1).unwrap_err().contains("not UTF-8"));
     }
 
     #[test]

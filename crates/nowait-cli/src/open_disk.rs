@@ -14,9 +14,9 @@ use nowait_server::{AnyExport, BlockSize, ExportOptions};
 use rustix::io::Errno;
 use tracing::warn;
 
-use crate::args::{ServeArgs, Switch};
+use crate::config::ServeConfig;
 use crate::export_spec::NamedExport;
-use crate::{args, malloc_threshold, open_chain, parallel_map, systemd, waiting};
+use crate::{malloc_threshold, open_chain, parallel_map, systemd, waiting};
 
 /// The most threads that open images.
 pub(crate) const OPENING_THREADS: usize = 4;
@@ -133,7 +133,7 @@ pub(crate) fn check_blocks(block_size: Option<BlockSize>, size: u64) -> Result<(
 
 /// Opens all of `exports`.
 pub(crate) fn open_all(
-    args: &ServeArgs,
+    config: &ServeConfig,
     exports: Vec<NamedExport>,
     common: &Common,
 ) -> Result<Vec<OpenedDisk>, CliError> {
@@ -141,13 +141,13 @@ pub(crate) fn open_all(
     for named in &exports {
         let ImageIdentity { name, file } = ImageIdentity::of(&named.image);
         let same = !names.insert(name) | file.is_some_and(|file| !files.insert(file));
-        if same && !args.read_only {
+        if same && !config.read_only {
             let what = "it is given twice (serve it under one name, or try --read-only)";
             return Err(CliError::at(&named.image, what));
         }
     }
-    // It belongs to the first export.
-    let descriptions = iter::once(args.description.clone()).chain(iter::repeat(None));
+    let descriptions = config.export.iter().map(|export| export.description.clone());
+    let descriptions = descriptions.chain(iter::repeat(None));
     let all: Vec<_> = exports.into_iter().zip(descriptions).collect();
     parallel_map::try_map(all, OPENING_THREADS, |(named, description)| {
         let options = common.options.clone();
@@ -162,42 +162,38 @@ pub(crate) struct Common {
     pub(crate) block_size: Option<BlockSize>,
 }
 
-/// How the images of `args` are opened, with the storages that they may stand on.
+/// How the images of `config` are opened, with the storages that they may stand on.
 ///
 /// # Errors
 /// One line that names such a storage and what is wrong with it.
-pub(crate) fn common(args: &ServeArgs) -> Result<Common, CliError> {
-    let remote = args.remote.options()?;
-    let given = &args.others.backing;
-    if args.names_objects() {
+pub(crate) fn common(config: &ServeConfig) -> Result<Common, CliError> {
+    let remote = config.remote_options()?;
+    let given = &config.backing;
+    if config.names_objects() {
         malloc_threshold::return_when_freed();
     }
     let backings = waiting::on(given, || nowait_remote::open_backings(given, &remote));
     let backing_storages = backings.map_err(|error| open_chain::failed(&error))?;
-    for uri in &args.control.allow_uri {
+    for uri in &config.allow_uri {
         if let Ok(Location::Rbd(_)) = uri.location() {
             RbdStorage::load_library().map_err(CliError::new)?;
         }
     }
-    let options = ChainOptions { backing_storages, ..chain_options(args) };
-    Ok(Common { options, remote, block_size: args.block_size })
+    let options = ChainOptions { backing_storages, ..chain_options(config) };
+    Ok(Common { options, remote, block_size: config.block_size })
 }
 
-/// How the images of `args` are opened.
-pub(crate) fn chain_options(args: &ServeArgs) -> ChainOptions {
+/// How the images of `config` are opened.
+pub(crate) fn chain_options(config: &ServeConfig) -> ChainOptions {
     ChainOptions {
-        format: args.format,
-        writable: !args.read_only,
-        allow_mounted: args.allow_mounted,
-        backing_dirs: args.others.backing_dir.clone(),
-        data_files: args.others.data_file.clone(),
-        direct: match args.direct {
-            args::Direct::On => nowait::Direct::On,
-            args::Direct::Off => nowait::Direct::Off,
-            args::Direct::Auto => nowait::Direct::Auto,
-        },
-        cache_holes: args.is_on(Switch::Hint),
-        allocate_ahead: args.is_on(Switch::AllocateAhead),
+        format: config.format,
+        writable: !config.read_only,
+        allow_mounted: config.allow_mounted,
+        backing_dirs: config.backing_dir.clone(),
+        data_files: config.data_file.clone(),
+        direct: config.direct.into(),
+        no_hint: !config.engine().hint,
+        no_allocate_ahead: !config.engine().allocate_ahead,
         ..ChainOptions::default()
     }
 }

@@ -9,8 +9,7 @@ use nowait_nbd::Address;
 use nowait_server::QueueKind;
 use tracing::info;
 
-use crate::args::ServeArgs;
-use crate::args::tls_args::Encryption;
+use crate::config::{Encryption, ServeConfig};
 use crate::export_spec::NamedExport;
 use crate::open_disk::OpenedDisk;
 use crate::ublk_nodes::UblkNodes;
@@ -18,8 +17,8 @@ use crate::ublk_nodes::UblkNodes;
 /// Prints that clients can connect, and where. The parent process knows inherited sockets, and
 /// standard output may be read by another program then, as in `nbdcopy -- [ nowait serve IMAGE ]
 /// -`: the lines are printed there only with `--json`.
-pub(crate) fn print_ready(args: &ServeArgs, lines: &str, is_inherited: bool) {
-    if is_inherited && !args.json {
+pub(crate) fn print_ready(config: &ServeConfig, lines: &str, is_inherited: bool) {
+    if is_inherited && !config.json {
         return lines.lines().for_each(|line| info!("{line}"));
     }
     // If standard output is closed, no process waits for the line.
@@ -28,7 +27,7 @@ pub(crate) fn print_ready(args: &ServeArgs, lines: &str, is_inherited: bool) {
 
 /// The lines that say where clients can connect; with `--json` one object.
 pub(crate) fn ready_lines(
-    args: &ServeArgs,
+    config: &ServeConfig,
     all: &[OpenedDisk],
     kind: QueueKind,
     listens: &[Address],
@@ -38,13 +37,13 @@ pub(crate) fn ready_lines(
         QueueKind::Auto | QueueKind::Uring | QueueKind::Polled => "uring",
         QueueKind::Threads => "threads",
     };
-    let sockets = vhost_user_paths(args, all);
+    let sockets = vhost_user_paths(config, all);
     let exports = all.iter().enumerate().zip(sockets).map(|((at, opened), sockets)| {
         let mut export = serde_json::json!({
             "name": opened.named.name,
             "image": opened.named.image.to_string_lossy(),
             "format": opened.image.format().name(),
-            "uris": uris(args, listens, &opened.named),
+            "uris": uris(config, listens, &opened.named),
             "vhost_user": sockets,
             "size_bytes": opened.image.size(),
             "read_only": opened.image.is_read_only(),
@@ -55,19 +54,19 @@ pub(crate) fn ready_lines(
         }
         export
     });
-    if args.json {
+    if config.json {
         let mut ready = serde_json::json!({
             "event": "ready",
             "exports": exports.collect::<Vec<_>>(),
-            "tls": match args.tls.encryption() {
+            "tls": match config.encryption() {
                 Encryption::Off => "off",
                 Encryption::Offered(_) => "on",
                 Encryption::Required { .. } => "require",
             },
             "queue": queue,
-            "threads": args.threads(),
+            "threads": config.threads(),
             // The former name.
-            "queues": args.threads(),
+            "queues": config.threads(),
             "pid": std::process::id(),
         });
         // The keys of the first export are at the top level, too.
@@ -76,8 +75,8 @@ pub(crate) fn ready_lines(
         }
         format!("{ready}\n")
     } else {
-        let uris = all.iter().flat_map(|opened| uris(args, listens, &opened.named));
-        let sockets = args.vhost_user.sockets.iter();
+        let uris = all.iter().flat_map(|opened| uris(config, listens, &opened.named));
+        let sockets = config.vhost_user.iter();
         let sockets = sockets.map(|socket| format!("vhost-user:{}", socket.socket));
         let places = nodes.devices().map(|device| device.node()).chain(uris).chain(sockets);
         places.map(|place| format!("serving {place}\n")).collect()
@@ -85,16 +84,16 @@ pub(crate) fn ready_lines(
 }
 
 /// The URIs of `named`, one for each address.
-pub(crate) fn uris(args: &ServeArgs, listens: &[Address], named: &NamedExport) -> Vec<String> {
-    let tls = args.tls.is_required();
+pub(crate) fn uris(config: &ServeConfig, listens: &[Address], named: &NamedExport) -> Vec<String> {
+    let tls = config.requires_tls();
     listens.iter().map(|listen| listen.uri(&named.name, tls)).collect()
 }
 
 /// The vhost-user sockets of each of `all`.
-pub(crate) fn vhost_user_paths(args: &ServeArgs, all: &[OpenedDisk]) -> Vec<Vec<String>> {
+pub(crate) fn vhost_user_paths(config: &ServeConfig, all: &[OpenedDisk]) -> Vec<Vec<String>> {
     let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
     let mut paths = vec![Vec::new(); all.len()];
-    for socket in &args.vhost_user.sockets {
+    for socket in &config.vhost_user {
         let index = socket.export_of(&named).ok();
         if let Some(its) = index.and_then(|index| paths.get_mut(index)) {
             its.push(socket.socket.to_string());
@@ -103,8 +102,8 @@ pub(crate) fn vhost_user_paths(args: &ServeArgs, all: &[OpenedDisk]) -> Vec<Vec<
     paths
 }
 
-pub(crate) fn print_hint(args: &ServeArgs, listens: &[Address], named: &NamedExport) {
-    if let Some(uri) = uris(args, listens, named).first() {
+pub(crate) fn print_hint(config: &ServeConfig, listens: &[Address], named: &NamedExport) {
+    if let Some(uri) = uris(config, listens, named).first() {
         print(format_args!(
             "try:  nbdinfo '{uri}'\n      qemu-img info '{uri}'\n      nbdcopy '{uri}' copy.img"
         ));

@@ -75,9 +75,36 @@ pub fn short(bytes: u64) -> String {
     if bytes == 1 { "1 byte".into() } else { format!("{bytes} bytes") }
 }
 
+/// `bytes` as [`parse_with_zero`] reads them, in the largest unit of which they are a whole number: `10G`.
+#[must_use]
+pub fn exact(bytes: u64) -> String {
+    let unit = [(40, "T"), (30, "G"), (20, "M"), (10, "K")]
+        .into_iter()
+        .find(|(shift, _)| bytes > 0 && bytes.trailing_zeros() >= *shift);
+    unit.map_or_else(|| bytes.to_string(), |(shift, unit)| format!("{}{unit}", bytes >> shift))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_exact_size_is_read_as_the_same() {
+        for (bytes, text) in [
+            (0, "0"),
+            (1, "1"),
+            (1023, "1023"),
+            (1536, "1536"),
+            (3 << 10, "3K"),
+            (10 << 30, "10G"),
+            (1025 << 20, "1025M"),
+            (1 << 60, "1048576T"),
+            (MAX_BYTES, "9223372036854775807"),
+        ] {
+            assert_eq!(exact(bytes), text);
+            assert_eq!(parse_with_zero(text), Ok(bytes));
+        }
+    }
 
     fn refusal(text: &str) -> String {
         parse(text).unwrap_err()

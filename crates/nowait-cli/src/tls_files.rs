@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::error::CliError;
 use nowait_server::{ClientAuth, Credentials, Tls};
 
-use crate::args::tls_args::{Encryption, TlsArgs};
+use crate::config::{Encryption, ServeConfig};
 use crate::secrets;
 
 /// A directory with certificates and a key.
@@ -45,8 +45,8 @@ pub(crate) type Keys = (Tls, Option<(TlsFiles, Credentials)>);
 ///
 /// # Errors
 /// As [`TlsFiles::load`].
-pub(crate) fn read(args: &TlsArgs) -> Result<Keys, CliError> {
-    let (files, make): (_, fn(Credentials) -> Tls) = match args.encryption() {
+pub(crate) fn read(config: &ServeConfig) -> Result<Keys, CliError> {
+    let (files, make): (_, fn(Credentials) -> Tls) = match config.encryption() {
         Encryption::Off => return Ok((Tls::Off, None)),
         Encryption::Offered(directory) => (TlsFiles::new(directory, ClientAuth::Any), Tls::Offered),
         Encryption::Required { directory, verify } => {

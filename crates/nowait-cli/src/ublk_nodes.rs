@@ -13,10 +13,11 @@ use std::sync::Arc;
 use nowait_server::{UblkDevice, UblkNode, UblkOptions, ublk_stop};
 use tracing::warn;
 
-use crate::args::ServeArgs;
+use crate::config::ServeConfig;
 use crate::error::CliError;
 use crate::export_spec::NamedExport;
 use crate::open_disk::OpenedDisk;
+use crate::ublk_spec;
 
 /// The nodes by the indices of their exports, each with the path of its image. Dropped, it deletes the devices without a
 /// node.
@@ -26,13 +27,13 @@ pub(crate) struct UblkNodes {
 }
 
 impl UblkNodes {
-    /// Makes the devices of `args` for exports of `all`, or takes over those that wait for a server of their images. If
+    /// Makes the devices of `config` for exports of `all`, or takes over those that wait for a server of their images. If
     /// another program hands over, only those that it has `handed_over` are taken over: indices of exports, and numbers.
     ///
     /// # Errors
     /// There is no driver, no right to it, or a number is taken.
     pub(crate) fn open(
-        args: &ServeArgs,
+        config: &ServeConfig,
         all: &[OpenedDisk],
         handed_over: Option<&[(usize, u32)]>,
     ) -> Result<Self, CliError> {
@@ -40,7 +41,10 @@ impl UblkNodes {
             Some(nodes) => nodes.iter().map(|(at, id)| (*at, Some(*id))).collect(),
             None => {
                 let named: Vec<NamedExport> = all.iter().map(|it| it.named.clone()).collect();
-                args.ublk.nodes(&named).map_err(CliError::new)?.into_iter().collect()
+                ublk_spec::assign(&config.ublk, &named)
+                    .map_err(CliError::new)?
+                    .into_iter()
+                    .collect()
             }
         };
         // A device that gets any number must not get one that was given.
@@ -49,7 +53,7 @@ impl UblkNodes {
         for (at, id) in wanted {
             let opened =
                 all.get(at).ok_or_else(|| CliError::new("the export of a node is missing"))?;
-            let node = open(args, opened, id, handed_over.is_some())?;
+            let node = open(config, opened, id, handed_over.is_some())?;
             by_export.insert(at, (opened.named.image.clone(), node));
         }
         Ok(Self { by_export })
@@ -101,14 +105,14 @@ fn remove(device: Arc<UblkDevice>) {
 
 /// Makes the block device of number `id` from `opened`, or takes that over.
 fn open(
-    args: &ServeArgs,
+    config: &ServeConfig,
     opened: &OpenedDisk,
     id: Option<u32>,
     is_handed_over: bool,
 ) -> Result<UblkNode, CliError> {
     let image = &opened.named.image;
     let image_ids = if is_handed_over { Vec::new() } else { image_ids(opened)? };
-    let (queues, block_size, zero_copy) = (args.threads(), args.block_size, args.zero_copy());
+    let (queues, block_size, zero_copy) = (config.threads(), config.block_size, config.zero_copy());
     let options = UblkOptions { id, queues, image_ids, block_size, zero_copy };
     let node =
         UblkNode::open(&opened.image, options).map_err(|error| CliError::at(image, error))?;

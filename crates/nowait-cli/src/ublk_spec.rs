@@ -3,6 +3,7 @@
 //! Invariant: after `assign`, no export has two nodes, and no two nodes have one number.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::str::FromStr;
 
 use crate::export_spec::NamedExport;
@@ -12,14 +13,14 @@ pub(crate) const MAX_ID: u32 = (1 << 20) - 1;
 
 /// A node, one of several.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct UblkArg {
+pub(crate) struct UblkSpec {
     /// The name of its export; without it one of those that have no node.
     export: Option<String>,
     /// Its number; any free one without it.
     id: Option<u32>,
 }
 
-impl FromStr for UblkArg {
+impl FromStr for UblkSpec {
     type Err = String;
 
     /// The part before the last `=` is the name of an export.
@@ -40,6 +41,16 @@ impl FromStr for UblkArg {
     }
 }
 
+impl fmt::Display for UblkSpec {
+    /// The text from which it is parsed.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(export) = &self.export {
+            write!(f, "{export}=")?;
+        }
+        self.id.map_or(Ok(()), |id| id.fmt(f))
+    }
+}
+
 /// The numbers of the nodes by the indices of their exports in `exports`, of which there is at least one. A node without
 /// a name is for the first export that none has.
 ///
@@ -47,7 +58,7 @@ impl FromStr for UblkArg {
 /// A message for the user: an export has two nodes or is not there, a number is given twice, or there are more
 /// nodes than exports.
 pub(crate) fn assign(
-    nodes: &[UblkArg],
+    nodes: &[UblkSpec],
     exports: &[NamedExport],
 ) -> Result<BTreeMap<usize, Option<u32>>, String> {
     let mut assigned = BTreeMap::new();
@@ -104,6 +115,13 @@ mod tests {
             (&["1048575"], &[(0, Some(MAX_ID))]),
         ] {
             assert_eq!(assigned(nodes, &names).unwrap(), expected, "{nodes:?}");
+        }
+    }
+
+    #[test]
+    fn the_text_of_a_node_is_read_as_the_same() {
+        for text in ["", "7", "=7", "data=", "a=b=5"] {
+            assert_eq!(text.parse::<UblkSpec>().unwrap().to_string(), text);
         }
     }
 

@@ -225,7 +225,6 @@ mod tests {
             ("nowait serve --nbd", "--nbd needs a value"),
             ("nowait serve --json=1", "--json takes no value, and got '1'"),
             ("nowait info a --json --json", "--json is given twice"),
-            ("nowait serve --tls on", "--tls-certs is missing"),
         ] {
             assert_eq!(message(line), sentence, "{line}");
         }
@@ -363,6 +362,10 @@ mod tests {
             ("nowait map a -f raw --backing-dir d", "--backing-dir"),
             ("nowait check a -f raw --data-file d", "--data-file"),
             ("nowait serve --tls off --tls-certs d", "--tls off"),
+            ("nowait serve --tls on", "--tls-certs is missing"),
+            ("nowait serve --tls-verify-peer", "--tls-certs is missing"),
+            ("nowait serve --fork --exit-with-parent", "--exit-with-parent"),
+            ("nowait serve --poll --queue uring", "does not go with --queue"),
             ("nowait bench copy --seconds 2", "all but copy"),
             ("nowait bench images --file f", "all but copy and images"),
             ("nowait bench simple --client fio", "an option of peers"),

@@ -18,7 +18,7 @@ const CONNECT: &str = "connect:";
 
 /// A socket of virtual machines, one of several.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct VhostUserArg {
+pub(crate) struct VhostUserSpec {
     export: Option<String>,
     pub(crate) socket: DevicePlace,
 }
@@ -44,7 +44,7 @@ impl fmt::Display for DevicePlace {
     }
 }
 
-impl VhostUserArg {
+impl VhostUserSpec {
     /// The part before the first `=` is the name of an export, unless the text begins with `/`,
     /// `./`, `../` or `connect:`: then all of it is a place.
     ///
@@ -83,6 +83,20 @@ impl VhostUserArg {
         }
     }
 
+    /// The text from which it is parsed.
+    ///
+    /// # Errors
+    /// Its path is not UTF-8.
+    pub(crate) fn text(&self) -> Result<String, String> {
+        if let DevicePlace::Path(path) | DevicePlace::ConnectsTo(path) = &self.socket
+            && path.to_str().is_none()
+        {
+            return Err(format!("the path {} is not UTF-8", path.display()));
+        }
+        let export = self.export.as_ref().map(|export| format!("{export}=")).unwrap_or_default();
+        Ok(format!("{export}{}", self.socket))
+    }
+
     /// The index of its export in `exports`; the first without a name. There is at least one.
     ///
     /// # Errors
@@ -100,7 +114,7 @@ impl VhostUserArg {
 ///
 /// # Errors
 /// A message for the user.
-pub(crate) fn check(sockets: &[VhostUserArg], exports: &[NamedExport]) -> Result<(), String> {
+pub(crate) fn check(sockets: &[VhostUserSpec], exports: &[NamedExport]) -> Result<(), String> {
     for (n, socket) in sockets.iter().enumerate() {
         socket.export_of(exports)?;
         if sockets[..n].iter().any(|other| other.socket == socket.socket) {
@@ -128,7 +142,7 @@ mod tests {
             ("./data=a.sock", Ok(0), "./data=a.sock"),
             ("other=a.sock", Err(()), "a.sock"),
         ] {
-            let socket = VhostUserArg::parse(text.into()).unwrap();
+            let socket = VhostUserSpec::parse(text.into()).unwrap();
             assert_eq!(socket.socket, DevicePlace::Path(path.into()), "{text}");
             assert_eq!(socket.export_of(&exports).map_err(drop), export, "{text}");
         }
@@ -136,10 +150,10 @@ mod tests {
 
     #[test]
     fn a_descriptor_is_a_number_above_those_of_the_standard_streams() {
-        let socket = VhostUserArg::parse("data=fd:3".into()).unwrap();
+        let socket = VhostUserSpec::parse("data=fd:3".into()).unwrap();
         assert_eq!(socket.socket, DevicePlace::Descriptor(3));
         assert_eq!(socket.export_of(&[named(""), named("data")]), Ok(1));
-        let path = VhostUserArg::parse("./fd:3".into()).unwrap();
+        let path = VhostUserSpec::parse("./fd:3".into()).unwrap();
         assert_eq!(path.socket, DevicePlace::Path("./fd:3".into()));
     }
 
@@ -150,7 +164,7 @@ mod tests {
             ("data=connect:vm=1", Ok(1), "vm=1"),
             ("other=connect:/run/vm", Err(()), "/run/vm"),
         ] {
-            let socket = VhostUserArg::parse(text.into()).unwrap();
+            let socket = VhostUserSpec::parse(text.into()).unwrap();
             assert_eq!(socket.socket, DevicePlace::ConnectsTo(path.into()), "{text}");
             assert_eq!(socket.socket.to_string(), format!("connect:{path}"));
             assert_eq!(
@@ -159,7 +173,7 @@ mod tests {
                 "{text}"
             );
         }
-        let path = VhostUserArg::parse("./connect:vm".into()).unwrap();
+        let path = VhostUserSpec::parse("./connect:vm".into()).unwrap();
         assert_eq!(path.socket, DevicePlace::Path("./connect:vm".into()));
     }
 
@@ -179,9 +193,9 @@ mod tests {
             "fd:-1",
             "data=fd:x",
         ] {
-            assert!(VhostUserArg::parse(text.into()).is_err(), "{text}");
+            assert!(VhostUserSpec::parse(text.into()).is_err(), "{text}");
         }
-        let socket = |text: &str| VhostUserArg::parse(text.into()).unwrap();
+        let socket = |text: &str| VhostUserSpec::parse(text.into()).unwrap();
         let twice = [socket("/a"), socket("data=/a")];
         let refused = check(&twice, &[named(""), named("data")]);
         assert!(refused.unwrap_err().contains("given twice"));

@@ -8,6 +8,7 @@ use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use nowait_nbd::{Address, DEFAULT_PORT};
 
+use crate::config::ServeConfig;
 use crate::listen_address;
 
 /// Where to listen.
@@ -44,8 +45,18 @@ pub(crate) struct AddressArgs {
 }
 
 impl AddressArgs {
+    /// Puts what is given over `config`.
+    ///
+    /// # Errors
+    /// As [`AddressArgs::check`].
+    pub(crate) fn put_over(&self, config: &mut ServeConfig) -> Result<(), String> {
+        self.check()?;
+        config.nbd.extend(self.listens());
+        Ok(())
+    }
+
     /// All addresses, in the order of the options above; empty for the default one.
-    pub(crate) fn listens(&self) -> Vec<Address> {
+    fn listens(&self) -> Vec<Address> {
         let host = self.bind.as_deref().map(without_brackets);
         let tcp = host.map(|host| Address::Tcp {
             host: host.to_owned(),
@@ -59,7 +70,7 @@ impl AddressArgs {
     /// # Errors
     /// A message for the user: a port without an address, which qemu-nbd binds on all of the
     /// machine's addresses.
-    pub(crate) fn check(&self) -> Result<(), String> {
+    fn check(&self) -> Result<(), String> {
         if self.port.is_some() && self.bind.is_none() {
             return Err("--port needs --bind HOST: 127.0.0.1 for this machine only, 0.0.0.0 for \
                         any client that reaches it"

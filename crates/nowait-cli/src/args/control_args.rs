@@ -8,11 +8,14 @@ use clap::{ArgAction, Args, Subcommand};
 
 use crate::size;
 use nowait_nbd::Address;
-use nowait_server::{Limits, TokenBucket};
+use nowait_server::Limits;
 
 use crate::allowed_uri::AllowedUri;
 use crate::args::change_args::{Change, parse_change};
 use crate::args::image_args::parse_image_format;
+use crate::config;
+use crate::config::ServeConfig;
+use crate::control_address::ControlAddress;
 use crate::{export_spec, listen_address};
 
 /// How a server can be asked and changed.
@@ -25,7 +28,7 @@ pub(crate) struct ServeControlArgs {
     /// you and for root only. Without this it is in $XDG_RUNTIME_DIR/nowait, else in /tmp/nowait-UID,
     /// where the commands find it. tcp: is beside it, on a loopback address with a token, or on any
     /// with --control-tls-certs.
-    #[arg(long, value_name = "ADDRESS", value_parser = OsStringValueParser::new().try_map(parse))]
+    #[arg(long, value_name = "ADDRESS", value_parser = OsStringValueParser::new().try_map(|text| ControlAddress::parse(&text)))]
     control: Vec<ControlAddress>,
 
     /// The file with the token for --control tcp:HOST:PORT, which only you can read
@@ -62,72 +65,25 @@ pub(crate) struct ServeControlArgs {
 }
 
 impl ServeControlArgs {
-    /// Where the Unix socket is, if that was said.
-    pub(crate) fn unix(&self) -> Option<&ControlAddress> {
-        self.control.iter().find(|address| !address.is_tcp())
-    }
-
-    /// Host and port of TCP.
-    pub(crate) fn tcp(&self) -> Option<(&str, u16)> {
-        self.control.iter().find_map(|address| match address {
-            ControlAddress::Tcp { host, port } => Some((&**host, *port)),
-            _ => None,
-        })
-    }
-
-    /// Whether there is no interface at all.
-    pub(crate) fn is_off(&self) -> bool {
-        let is_disabled = nowait_control::DISABLED.is_some();
-        is_disabled || self.unix() == Some(&ControlAddress::Off) && self.tcp().is_none()
-    }
-
-    /// Checks rules that the parser does not.
-    ///
-    /// # Errors
-    /// A message for the user: one kind of address is given twice, or a token or certificates for none.
-    pub(crate) fn check(&self) -> Result<(), String> {
-        let tcp = self.control.iter().filter(|address| address.is_tcp()).count();
-        if tcp > 1 || self.control.len() > tcp + 1 {
-            return Err("--control takes one of unix:PATH and off, and one tcp:HOST:PORT".into());
-        }
-        let has_proof = self.control_token.is_some() || self.control_tls_certs.is_some();
-        if has_proof && tcp == 0 {
-            let why = "--control-token and --control-tls-certs are for --control tcp:HOST:PORT";
-            return Err(why.into());
-        }
-        Ok(())
-    }
-}
-
-/// Where the control interface is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum ControlAddress {
-    Off,
-    Unix(PathBuf),
-    Tcp { host: String, port: u16 },
-}
-
-impl ControlAddress {
-    fn is_tcp(&self) -> bool {
-        matches!(self, Self::Tcp { .. })
-    }
-}
-
-fn parse(text: OsString) -> Result<ControlAddress, String> {
-    const FORM: &str = "unix:PATH, tcp:HOST:PORT, or off";
-    let Some(plain) = text.to_str() else { return Err(format!("it is no text, but {FORM}")) };
-    match plain {
-        "off" => Ok(ControlAddress::Off),
-        _ if nowait_control::DISABLED.is_some() => {
-            Err(nowait_control::DISABLED.unwrap_or_default().into())
-        }
-        _ if plain.starts_with("unix:") || plain.starts_with("tcp:") => {
-            Ok(match listen_address::parse(plain)? {
-                Address::Unix(path) => ControlAddress::Unix(path),
-                Address::Tcp { host, port } => ControlAddress::Tcp { host, port },
-            })
-        }
-        _ => Err(FORM.into()),
+    /// Puts what is given over `config`.
+    pub(crate) fn put_over(&self, config: &mut ServeConfig) {
+        let Self { control, control_token, control_tls_certs, allow_dir, allow_uri, limits } = self;
+        config.control.extend_from_slice(control);
+        config.control_token = control_token.clone().or(config.control_token.take());
+        config.control_tls_certs = control_tls_certs.clone().or(config.control_tls_certs.take());
+        config.allow_dir.extend_from_slice(allow_dir);
+        config.allow_uri.extend_from_slice(allow_uri);
+        let LimitArgs {
+            limit_iops,
+            limit_bandwidth,
+            limit_iops_per_client,
+            limit_bandwidth_per_client,
+        } = *limits;
+        config.limit_iops = limit_iops.or(config.limit_iops);
+        config.limit_bandwidth = limit_bandwidth.or(config.limit_bandwidth);
+        config.limit_iops_per_client = limit_iops_per_client.or(config.limit_iops_per_client);
+        config.limit_bandwidth_per_client =
+            limit_bandwidth_per_client.or(config.limit_bandwidth_per_client);
     }
 }
 
@@ -216,20 +172,15 @@ pub(crate) struct LimitArgs {
 }
 
 impl LimitArgs {
-    /// The limits of all clients together; a tenth of a second's worth is let through at once.
+    /// The limits of all clients together.
     pub(crate) fn limits(&self) -> Limits {
-        limits(self.limit_iops, self.limit_bandwidth)
+        config::limits(self.limit_iops, self.limit_bandwidth)
     }
 
     /// The same of each client.
     pub(crate) fn limits_per_client(&self) -> Limits {
-        limits(self.limit_iops_per_client, self.limit_bandwidth_per_client)
+        config::limits(self.limit_iops_per_client, self.limit_bandwidth_per_client)
     }
-}
-
-fn limits(requests: Option<u64>, bytes: Option<u64>) -> Limits {
-    let bucket = |rate: Option<u64>| rate.map(TokenBucket::per_second);
-    Limits { requests: bucket(requests), bytes: bucket(bytes) }
 }
 
 /// What to do with exports.

@@ -53,6 +53,10 @@ Examples:
     nowait serve disk.img --nbd tcp:0.0.0.0:10809 --tls-certs /etc/pki/nbd --tls-verify-peer
     nbdinfo 'nbds://server.example/?tls-certificates=/etc/pki/client'
 
+  Read the options from a file, and look at those in effect (docs/operating.md has an example):
+    nowait serve --config /etc/nowait/disks.toml --threads 4
+    nowait serve --config /etc/nowait/disks.toml --threads 4 --print-config
+
   Measure what two of the mechanisms are worth:
     nowait serve disk.img --off simple,pool
 
@@ -75,6 +79,6 @@ Exit status:
   0   stopped by a signal, by its last client or with its parent, everything flushed
   1   the address is taken, TLS is not possible with the files given, there is no sandbox
       for --sandbox on, or storage has failed; or a second signal ended it unflushed
-  2   wrong command line
+  2   wrong command line, or the file of --config cannot be read or has a mistake
   66  an IMAGE cannot be opened or is in use
   70  a mistake of this program: one line says where";

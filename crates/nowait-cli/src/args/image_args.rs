@@ -3,7 +3,7 @@
 //!
 //! Invariant: parsed values are in range.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
@@ -13,6 +13,9 @@ use nowait_image::formats;
 use nowait_remote::Location;
 
 use crate::args::remote_args::AuthArgs;
+use crate::config::ServeConfig;
+use crate::config::notation;
+pub(crate) use crate::config::notation::parse_format as parse_image_format;
 use crate::size;
 
 /// An image that is opened with its backing chain.
@@ -54,7 +57,7 @@ pub(crate) struct OtherFiles {
     ///
     /// No URL that an image names is opened unless it is given.
     #[arg(long, value_name = "URL")]
-    #[arg(value_parser = OsStringValueParser::new().try_map(|text| backing_url(&text)))]
+    #[arg(value_parser = OsStringValueParser::new().try_map(|text| notation::backing(&text)))]
     pub(crate) backing: Vec<Location>,
 
     /// The file that has the data of a qcow2 image, where the image says that it is in another file;
@@ -86,6 +89,14 @@ impl OtherFiles {
         }
     }
 
+    /// Puts what is given over `config`.
+    pub(crate) fn put_over(&self, config: &mut ServeConfig) {
+        let Self { backing_dir, backing, data_file } = self;
+        config.backing_dir.extend_from_slice(backing_dir);
+        config.backing.extend_from_slice(backing);
+        config.data_file.extend_from_slice(data_file);
+    }
+
     /// Refuses options for other files with format raw.
     ///
     /// # Errors
@@ -98,14 +109,6 @@ impl OtherFiles {
             }
             _ => Ok(()),
         }
-    }
-}
-
-/// Parses the URL of an image below another one.
-fn backing_url(text: &OsString) -> Result<Location, String> {
-    match Location::parse_backing(text)? {
-        Location::File(_) => Err("it is no URL (for files: --backing-dir)".into()),
-        location => Ok(location),
     }
 }
 
@@ -173,11 +176,6 @@ pub(crate) struct CheckArgs {
     /// Print one JSON object with the keys of "qemu-img check --output=json"
     #[arg(long)]
     pub(crate) json: bool,
-}
-
-/// Parses the name of a format.
-pub(crate) fn parse_image_format(text: &str) -> Result<nowait_image::Format, String> {
-    formats::by_name(text).ok_or_else(|| format!("the formats are {}", formats::names(false)))
 }
 
 /// Parses the name of the format of a new image.

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use crate::config::ServeConfig;
+
 /// When a server begins and ends, its PID file and its log file.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Lifetime")]
@@ -26,7 +28,7 @@ pub(crate) struct LifetimeArgs {
     /// If the server cannot start, this process ends with its status, after its error line. In the
     /// background the server has no terminal, and /dev/null for standard input, output and error: see
     /// --log-file. The directory that it is in stays the same.
-    #[arg(long, conflicts_with = "exit_with_parent")]
+    #[arg(long)]
     pub(crate) fork: bool,
 
     /// Write the process's number to PATH when clients can connect
@@ -46,4 +48,24 @@ pub(crate) struct LifetimeArgs {
     /// What a server does anyway, for qemu-nbd's sake: it goes on when clients have left
     #[arg(short = 't', long, hide = true, conflicts_with = "exit_with_last_client")]
     persistent: bool,
+}
+
+impl LifetimeArgs {
+    /// Puts what is given over `config`.
+    ///
+    /// # Errors
+    /// A message for the user: a server that goes on is one that ends, by the configuration.
+    pub(crate) fn put_over(&self, config: &mut ServeConfig) -> Result<(), String> {
+        let Self { exit_with_last_client, exit_with_parent, fork, pid_file, log_file, persistent } =
+            self;
+        config.exit_with_last_client |= exit_with_last_client;
+        config.exit_with_parent |= exit_with_parent;
+        config.fork |= fork;
+        config.pid_file = pid_file.clone().or(config.pid_file.take());
+        config.log_file = log_file.clone().or(config.log_file.take());
+        match *persistent && config.exit_with_last_client {
+            true => Err("--persistent does not go with --exit-with-last-client".into()),
+            false => Ok(()),
+        }
+    }
 }

@@ -2,19 +2,20 @@
 
 use clap::{Args, ValueEnum};
 
-use crate::sandbox::Mode;
+use crate::config::ServeConfig;
+use crate::config::choices::SandboxChoice;
 
 /// What a server gives up when it is ready.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Sandbox")]
 pub(crate) struct SandboxArgs {
-    /// Whether the server gives up what it does not need when it begins to serve
+    /// Whether the server gives up what it does not need when it begins to serve [default: auto]
     ///
     /// It can then open no files but each IMAGE, those in the directories of --allow-dir and the
     /// like, execute no program, connect by TCP nowhere, and make no system call but those that a
     /// server makes (landlock and seccomp; docs/operating.md says more).
-    #[arg(long, value_name = "WHEN", value_enum, default_value_t = When::Auto)]
-    sandbox: When,
+    #[arg(long, value_name = "WHEN", value_enum)]
+    sandbox: Option<When>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -27,13 +28,20 @@ enum When {
     Off,
 }
 
-impl SandboxArgs {
-    /// Whether the process is confined; `None`: it is not.
-    pub(crate) fn mode(&self) -> Option<Mode> {
-        match self.sandbox {
-            When::Auto => Some(Mode::Auto),
-            When::On => Some(Mode::On),
-            When::Off => None,
+impl From<When> for SandboxChoice {
+    fn from(when: When) -> Self {
+        match when {
+            When::Auto => Self::Auto,
+            When::On => Self::On,
+            When::Off => Self::Off,
         }
+    }
+}
+
+impl SandboxArgs {
+    /// Puts what is given over `config`.
+    pub(crate) fn put_over(&self, config: &mut ServeConfig) {
+        let Self { sandbox } = self;
+        config.sandbox = sandbox.map_or(config.sandbox, Into::into);
     }
 }

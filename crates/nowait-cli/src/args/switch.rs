@@ -1,10 +1,10 @@
 //! The mechanisms that `nowait serve --off` turns off.
-//!
-//! Invariant: each is a switch of the engine, of a disk, or of a frontend.
 
 use clap::ValueEnum;
 
-/// A mechanism of the engine, of a disk, or of a frontend.
+use crate::config::choices::Mechanism;
+
+/// A mechanism of the engine, or of a frontend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Switch {
     /// The short way of a request that is one transfer
@@ -31,19 +31,20 @@ pub(crate) enum Switch {
     ZeroCopy,
 }
 
-impl Switch {
-    /// Turns it off in `config`, if it is the engine's.
-    pub(crate) fn turn_off(self, config: &mut nowait::Config) {
-        *match self {
-            Self::Simple => &mut config.simple,
-            Self::InlineCompletion => &mut config.inline_completion,
-            Self::Vectored => &mut config.vectored,
-            Self::Pool => &mut config.pool,
-            Self::Merge => &mut config.merge,
-            Self::NowaitFirst => &mut config.nowait_first,
-            Self::BackOff => &mut config.back_off,
-            Self::GroupSyncs => &mut config.group_syncs,
-            Self::Hint | Self::AllocateAhead | Self::ZeroCopy => return,
-        } = false;
+impl From<Switch> for Mechanism {
+    fn from(switch: Switch) -> Self {
+        match switch {
+            Switch::Simple => Self::Simple,
+            Switch::InlineCompletion => Self::InlineCompletion,
+            Switch::Vectored => Self::Vectored,
+            Switch::Pool => Self::Pool,
+            Switch::Merge => Self::Merge,
+            Switch::NowaitFirst => Self::NowaitFirst,
+            Switch::BackOff => Self::BackOff,
+            Switch::Hint => Self::Hint,
+            Switch::GroupSyncs => Self::GroupSyncs,
+            Switch::AllocateAhead => Self::AllocateAhead,
+            Switch::ZeroCopy => Self::ZeroCopy,
+        }
     }
 }

@@ -3,19 +3,27 @@
 use clap::CommandFactory;
 use clap::error::ErrorKind;
 use nowait_nbd::Address;
+use nowait_server::BlockSize;
+use std::path::PathBuf;
 
 use super::*;
-use crate::export_spec::MAX_NAME_BYTES;
+use crate::config::choices::{Direct, QueueChoice};
+use crate::config::{MOST_BY_DEFAULT, ServeConfig};
+use crate::export_spec::{MAX_NAME_BYTES, NamedExport};
 
 fn parse(line: &str) -> Result<Command, clap::Error> {
     Cli::try_parse_from(line.split_whitespace()).map(|cli| cli.command)
 }
 
-fn serve(line: &str) -> ServeArgs {
+fn configured(line: &str) -> Result<ServeConfig, String> {
     match parse(line).unwrap() {
-        Command::Serve(args) => *args,
+        Command::Serve(args) => args.config(),
         other => panic!("{other:?}"),
     }
+}
+
+fn serve(line: &str) -> ServeConfig {
+    configured(line).unwrap()
 }
 
 #[test]
@@ -27,28 +35,29 @@ fn the_definition_is_consistent() {
 fn serve_needs_nothing() {
     let args = serve("nowait serve");
     assert_eq!((args.exports().unwrap(), args.default_name()), (vec![], ""));
-    assert_eq!(args.addresses.listens(), []);
+    assert_eq!(args, ServeConfig::default());
+    assert_eq!(args.nbd, []);
     assert_eq!((args.direct, args.queue, args.format), (Direct::Auto, None, None));
-    assert!(args.others.backing_dir.is_empty() && args.others.data_file.is_empty());
+    assert!(args.backing_dir.is_empty() && args.data_file.is_empty());
     assert!(!args.read_only && !args.json && !args.verbose);
 }
 
 #[test]
 fn serve_takes_every_option() {
     let args = serve(
-        "nowait serve disk.img --format raw --backing-dir d --data-file f --nbd unix:/a --nbd tcp:h:1 --export e \
+        "nowait serve disk.img --format qcow2 --backing-dir d --data-file f --nbd unix:/a --nbd tcp:h:1 --export e \
          --read-only --direct on --queues 3 --queue threads --json --verbose \
          --max-connections 7",
     );
     let named = NamedExport { name: "e".into(), image: "disk.img".into() };
     assert_eq!(args.exports().unwrap(), [named]);
     let tcp = Address::Tcp { host: "h".into(), port: 1 };
-    assert_eq!(args.addresses.listens(), [Address::Unix("/a".into()), tcp]);
+    assert_eq!(args.nbd, [Address::Unix("/a".into()), tcp]);
     assert_eq!((args.threads(), args.max_connections), (3, 7));
-    assert_eq!((args.direct, args.queue), (Direct::On, Some(QueueKind::Threads)));
-    assert_eq!(args.format, Some(nowait_image::Format::Raw));
-    assert_eq!(args.others.backing_dir, [PathBuf::from("d")]);
-    assert_eq!(args.others.data_file, [PathBuf::from("f")]);
+    assert_eq!((args.direct, args.queue), (Direct::On, Some(QueueChoice::Threads)));
+    assert_eq!(args.format, Some(nowait_image::Format::Qcow2));
+    assert_eq!(args.backing_dir, [PathBuf::from("d")]);
+    assert_eq!(args.data_file, [PathBuf::from("f")]);
     assert!(args.read_only && args.json && args.verbose);
 }
 
@@ -56,12 +65,11 @@ fn serve_takes_every_option() {
 fn a_command_line_of_qemu_nbd_means_what_it_means_there() {
     let line = "nowait serve -t -r -e 4 -x name -D text -f raw -A -v -k /a -b ::1 -p 7 disk.img";
     let args = serve(line);
-    args.check().unwrap();
     let named = NamedExport { name: "name".into(), image: "disk.img".into() };
     assert_eq!(args.exports().unwrap(), [named]);
     let tcp = Address::Tcp { host: "::1".into(), port: 7 };
-    assert_eq!(args.addresses.listens(), [Address::Unix("/a".into()), tcp]);
-    assert_eq!((args.max_connections, args.description.as_deref()), (4, Some("text")));
+    assert_eq!(args.nbd, [Address::Unix("/a".into()), tcp]);
+    assert_eq!((args.max_connections, args.export[0].description.as_deref()), (4, Some("text")));
     assert_eq!(args.format, Some(nowait_image::Format::Raw));
     assert!(args.read_only && args.verbose);
     let long = serve(
@@ -69,19 +77,19 @@ fn a_command_line_of_qemu_nbd_means_what_it_means_there() {
          --description=text --format=raw --allocation-depth --verbose --socket=/a --bind=[::1] \
          --port=7 --pid-file=/p disk.img",
     );
-    assert_eq!(long.addresses.listens(), args.addresses.listens());
-    assert_eq!(long.lifetime.pid_file, Some("/p".into()));
-    let alone = serve("nowait serve -p 10809 disk.img");
-    assert!(alone.check().unwrap_err().contains("--bind HOST"));
+    assert_eq!(long.nbd, args.nbd);
+    assert_eq!(long.pid_file, Some("/p".into()));
+    let alone = configured("nowait serve -p 10809 disk.img");
+    assert!(alone.unwrap_err().contains("--bind HOST"));
     let default = Address::Tcp { host: "h".into(), port: 10809 };
-    assert_eq!(serve("nowait serve -b h").addresses.listens(), [default]);
+    assert_eq!(serve("nowait serve -b h").nbd, [default]);
 }
 
 #[test]
 fn ublk_is_given_once_for_each_image() {
     let nodes = |line: &str| {
-        let args = serve(&format!("nowait serve {line}"));
-        args.check().map(|()| args.nodes().unwrap().into_iter().collect::<Vec<_>>())
+        let args = configured(&format!("nowait serve {line}"))?;
+        Ok::<_, String>(args.nodes().unwrap().into_iter().collect::<Vec<_>>())
     };
     let node = |name: &str, id| (name.to_owned(), id);
     assert_eq!(nodes("").unwrap(), []);
@@ -107,7 +115,7 @@ fn a_block_has_512_or_4096_bytes() {
     let block = |given: &str| {
         let parsed = parse(&format!("nowait serve a --block-size {given}"));
         parsed.map(|command| match command {
-            Command::Serve(args) => args.block_size.map(BlockSize::bytes),
+            Command::Serve(args) => args.config().unwrap().block_size.map(BlockSize::bytes),
             other => panic!("{other:?}"),
         })
     };
@@ -130,13 +138,10 @@ fn without_queues_there_is_at_least_one() {
 #[test]
 fn off_disables_only_the_named_mechanisms() {
     let all = nowait::Config::default();
-    assert_eq!(serve("nowait serve").config(), all);
-    let expected = nowait::Config { simple: false, ..all };
-    for some in ["--off simple,hint", "--off hint --off simple"] {
-        let some = serve(&format!("nowait serve {some}"));
-        assert_eq!(some.config(), expected);
-        assert!(!some.is_on(Switch::Hint) && some.is_on(Switch::AllocateAhead));
-    }
+    assert_eq!(serve("nowait serve").engine(), all);
+    let expected = nowait::Config { simple: false, hint: false, ..all };
+    assert_eq!(serve("nowait serve --off simple,hint").engine(), expected);
+    assert_eq!(serve("nowait serve --off hint --off simple").engine(), expected);
     let off = "inline-completion,vectored,pool,merge,nowait-first,back-off,group-syncs";
     let some = serve(&format!("nowait serve --off {off}"));
     let expected = nowait::Config {
@@ -149,10 +154,9 @@ fn off_disables_only_the_named_mechanisms() {
         back_off: false,
         ..all
     };
-    assert_eq!(some.config(), expected);
+    assert_eq!(some.engine(), expected);
     let one = serve("nowait serve --off allocate-ahead");
-    assert_eq!(one.config(), all);
-    assert!(one.is_on(Switch::Hint) && !one.is_on(Switch::AllocateAhead));
+    assert_eq!(one.engine(), nowait::Config { allocate_ahead: false, ..all });
 }
 
 #[test]
@@ -184,7 +188,7 @@ fn an_invalid_value_is_a_usage_error_with_the_reason() {
 
 #[test]
 fn a_name_that_is_given_twice_is_a_usage_error() {
-    let error = serve("nowait serve a=x a=y").exports().unwrap_err();
+    let error = configured("nowait serve a=x a=y").unwrap_err();
     assert!(error.contains("have one name, 'a'"), "{error}");
 }
 

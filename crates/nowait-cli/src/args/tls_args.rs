@@ -1,10 +1,11 @@
 //! The command-line options for encryption.
-//!
-//! Invariant: a command line that requires encryption, or verified clients, never results in less.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
+
+use crate::config::ServeConfig;
+use crate::config::choices::TlsChoice;
 
 /// Whether and how connections are encrypted.
 #[derive(Debug, Args)]
@@ -14,7 +15,6 @@ pub(crate) struct TlsArgs {
     ///
     /// Without it: require where --tls-certs is given, else off.
     #[arg(long, value_name = "WHEN", value_enum)]
-    #[arg(requires_ifs([("on", "tls_certs"), ("require", "tls_certs")]))]
     tls: Option<TlsWhen>,
 
     /// Encrypt connections, with the certificate and key in DIR
@@ -31,7 +31,7 @@ pub(crate) struct TlsArgs {
     ///
     /// Without it TLS tells clients whom they speak to, but not the server: a client that reaches
     /// the address still has the disk. Not with --tls on, which lets clients in without TLS.
-    #[arg(long, requires = "tls_certs")]
+    #[arg(long)]
     tls_verify_peer: bool,
 }
 
@@ -45,49 +45,22 @@ enum TlsWhen {
     Require,
 }
 
-/// The combined meaning of the TLS options.
-pub(crate) enum Encryption<'a> {
-    Off,
-    /// TLS if the client asks for it, with the files of this directory.
-    Offered(&'a Path),
-    /// Always TLS; `verify` says whether clients must have a certificate, too.
-    Required {
-        directory: &'a Path,
-        verify: bool,
-    },
+impl From<TlsWhen> for TlsChoice {
+    fn from(when: TlsWhen) -> Self {
+        match when {
+            TlsWhen::Off => Self::Off,
+            TlsWhen::On => Self::On,
+            TlsWhen::Require => Self::Require,
+        }
+    }
 }
 
 impl TlsArgs {
-    /// Whether connections are encrypted.
-    pub(crate) fn encryption(&self) -> Encryption<'_> {
-        match (self.tls, &self.tls_certs) {
-            (Some(TlsWhen::Off), _) | (_, None) => Encryption::Off,
-            (Some(TlsWhen::On), Some(directory)) => Encryption::Offered(directory),
-            (Some(TlsWhen::Require) | None, Some(directory)) => {
-                Encryption::Required { directory, verify: self.tls_verify_peer }
-            }
-        }
-    }
-
-    /// Whether clients must use TLS.
-    pub(crate) fn is_required(&self) -> bool {
-        matches!(self.encryption(), Encryption::Required { .. })
-    }
-
-    /// Checks rules that the parser does not.
-    ///
-    /// # Errors
-    /// A message for the user: certificates are given but not used, or clients are to be verified
-    /// but need not use TLS.
-    pub(crate) fn check(&self) -> Result<(), String> {
-        if self.tls_verify_peer && !self.is_required() {
-            let why = "--tls-verify-peer verifies nobody while clients may come without TLS \
-                       (give --tls require)";
-            return Err(why.into());
-        }
-        if self.tls == Some(TlsWhen::Off) && self.tls_certs.is_some() {
-            return Err("--tls-certs does not go with --tls off".into());
-        }
-        Ok(())
+    /// Puts what is given over `config`.
+    pub(crate) fn put_over(&self, config: &mut ServeConfig) {
+        let Self { tls, tls_certs, tls_verify_peer } = self;
+        config.tls = tls.map(Into::into).or(config.tls);
+        config.tls_certs = tls_certs.clone().or(config.tls_certs.take());
+        config.tls_verify_peer |= tls_verify_peer;
     }
 }

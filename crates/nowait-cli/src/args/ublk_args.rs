@@ -1,13 +1,8 @@
 //! The command-line options for block devices of this machine, and the command `nowait ublk`.
 
-use std::collections::BTreeMap;
-
 use clap::{Args, Subcommand};
 
-use crate::args::QueueKind;
-use crate::export_spec::NamedExport;
-use crate::ublk_spec;
-use crate::ublk_spec::{MAX_ID, UblkArg};
+use crate::ublk_spec::{MAX_ID, UblkSpec};
 
 /// The block devices that images become.
 #[derive(Debug, Args)]
@@ -22,41 +17,8 @@ pub(crate) struct UblkArgs {
     /// do not; 'nowait ublk' lists and removes devices.
     #[arg(help_heading = "Addresses", long, value_name = "[EXPORT=]ID")]
     #[arg(num_args = 0..=1, require_equals = true, default_missing_value = "")]
-    #[arg(value_parser = str::parse::<UblkArg>)]
-    ublk: Vec<UblkArg>,
-}
-
-impl UblkArgs {
-    /// Whether an image becomes a block device.
-    pub(crate) fn is_given(&self) -> bool {
-        !self.ublk.is_empty()
-    }
-
-    /// The numbers of the nodes, where they are given, by the indices of their exports in `exports`.
-    ///
-    /// # Errors
-    /// A message for the user, as [`ublk_spec::assign`].
-    pub(crate) fn nodes(
-        &self,
-        exports: &[NamedExport],
-    ) -> Result<BTreeMap<usize, Option<u32>>, String> {
-        ublk_spec::assign(&self.ublk, exports)
-    }
-
-    /// Checks rules that the parser does not, for `exports`.
-    ///
-    /// # Errors
-    /// A message for the user: as [`UblkArgs::nodes`], or the driver's commands are io_uring's.
-    pub(crate) fn check(
-        &self,
-        exports: &[NamedExport],
-        queue: Option<QueueKind>,
-    ) -> Result<(), String> {
-        if self.is_given() && queue == Some(QueueKind::Threads) {
-            return Err("--ublk needs io_uring: leave --queue threads out".into());
-        }
-        self.nodes(exports).map(drop)
-    }
+    #[arg(value_parser = str::parse::<UblkSpec>)]
+    pub(crate) ublk: Vec<UblkSpec>,
 }
 
 /// List and remove block devices that 'nowait serve --ublk' and other ublk servers have made

@@ -1,13 +1,9 @@
 //! The command-line option for vhost-user sockets.
-//!
-//! Invariant: after `check`, each socket has an export and a path of its own.
 
 use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 
-use crate::export_spec::NamedExport;
-use crate::vhost_user_spec;
-use crate::vhost_user_spec::{DevicePlace, VhostUserArg};
+use crate::vhost_user_spec::VhostUserSpec;
 
 /// Where virtual machines have their disks.
 #[derive(Debug, Args)]
@@ -24,21 +20,6 @@ pub(crate) struct VhostUserArgs {
     /// at which a VMM listens (QEMU: -chardev socket,path=PATH,server=on): the server tries to connect to
     /// it each second, and again when the VMM has left.
     #[arg(long = "vhost-user", value_name = "[EXPORT=]PATH")]
-    #[arg(value_parser = OsStringValueParser::new().try_map(VhostUserArg::parse))]
-    pub(crate) sockets: Vec<VhostUserArg>,
-}
-
-impl VhostUserArgs {
-    /// Whether VMMs are connected to.
-    pub(crate) fn connects(&self) -> bool {
-        self.sockets.iter().any(|it| matches!(it.socket, DevicePlace::ConnectsTo(_)))
-    }
-
-    /// Checks that there is an export for each socket among `exports`.
-    ///
-    /// # Errors
-    /// A message for the user.
-    pub(crate) fn check(&self, exports: &[NamedExport]) -> Result<(), String> {
-        vhost_user_spec::check(&self.sockets, exports)
-    }
+    #[arg(value_parser = OsStringValueParser::new().try_map(VhostUserSpec::parse))]
+    pub(crate) sockets: Vec<VhostUserSpec>,
 }

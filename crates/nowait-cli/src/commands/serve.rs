@@ -15,11 +15,12 @@ use rustix::process::Rlimit;
 use tracing::{info, warn};
 
 use crate::allowed_places::AllowedPlaces;
-use crate::args::ServeArgs;
-use crate::args::control_args::ControlAddress;
 use crate::background::Background;
 use crate::commands::info::registrable;
+use crate::config::ServeConfig;
+use crate::config::choices::QueueChoice;
 use crate::confinement::{needed_files, owned_paths};
+use crate::control_address::ControlAddress;
 use crate::control_interface::{BoundControl, ControlInterface};
 use crate::endpoints::{Endpoints, exports_of};
 use crate::error::{CliError, os_message};
@@ -44,7 +45,7 @@ use crate::upgrade::launcher::{Launcher, Starts};
 use crate::upgrade::messages::ListenerState;
 use crate::upgrade::take_over::{Parked, ParkedClients, TakeOver};
 use crate::{
-    args, background, confinement, control_socket, default_image, endpoints, io_flusher, summary,
+    background, confinement, control_socket, default_image, endpoints, io_flusher, summary,
     systemd, tls_files, watchdog,
 };
 
@@ -56,17 +57,17 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// restart does not fix.
 const CANNOT_OPEN: u8 = 66;
 
-/// Serves the images of `args`, or the default image, until a signal stops the server.
+/// Serves the images of `config`, or the default image, until a signal stops the server.
 ///
 /// # Errors
 /// An image cannot be opened or is in use, an address is in use, the queues cannot be created or
 /// fail, or the last flush failed.
-pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
+pub(crate) fn run(config: &ServeConfig) -> Result<(), CliError> {
     // First of all: what another program hands over, and the images, may be more than the soft limit.
     let descriptors = process::raise_descriptor_limit();
     let mut take_over = TakeOver::of_this_process()?;
     let mut waiting = Vec::new();
-    let ended = serve(args, take_over.as_mut(), descriptors, &mut waiting);
+    let ended = serve(config, take_over.as_mut(), descriptors, &mut waiting);
     if let (Err(error), Some(take_over)) = (&ended, &take_over) {
         take_over.fail(error);
     }
@@ -81,54 +82,54 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
 /// Serves, in a process that may `take_over` from another one and was started with the limit `descriptors`. Until
 /// clients can connect, `waiting` has the sockets that were handed over.
 fn serve(
-    args: &ServeArgs,
+    config: &ServeConfig,
     mut take_over: Option<&mut TakeOver>,
     descriptors: Rlimit,
     waiting: &mut Vec<Listener>,
 ) -> Result<(), CliError> {
     let parent = Parent::now();
-    let connections = endpoints::connections(args, take_over.is_some())?;
+    let connections = endpoints::connections(config, take_over.is_some())?;
     let inherited = systemd::sockets()?;
     *waiting = inherited.iter().filter_map(|(listener, _)| listener.try_clone().ok()).collect();
-    let background = begin(args, take_over.is_some())?;
-    let ending = ending(args, &parent)?;
-    let (launcher, paths_changer) = launchers(args, descriptors)?;
-    let (tls, tls_files) = tls_files::read(&args.tls)?;
-    let Opened { all, is_default, adopted, common } = open(args, take_over.as_deref())?;
+    let background = begin(config, take_over.is_some())?;
+    let ending = ending(config, &parent)?;
+    let (launcher, paths_changer) = launchers(config, descriptors)?;
+    let (tls, tls_files) = tls_files::read(config)?;
+    let Opened { all, is_default, adopted, common } = open(config, take_over.as_deref())?;
     let Some(first) = all.first() else { return Ok(()) };
     let (named, image) = (first.named.clone(), &first.named.image.clone());
-    let kind = if args.poll { polled_queue(&all)? } else { queue_kind(args)? };
+    let kind = if config.poll { polled_queue(&all)? } else { queue_kind(config)? };
     let handed_over = take_over.as_ref().map(|take_over| &take_over.nodes[..]);
-    let nodes = UblkNodes::open(args, &all, handed_over)?;
+    let nodes = UblkNodes::open(config, &all, handed_over)?;
     let handed = take_over.as_deref_mut().map(TakeOver::listeners).transpose()?;
     let Endpoints { mut listeners, listens, inherited, default_socket, states } =
-        Endpoints::open(args, image, !nodes.is_empty(), inherited, handed, &ending)?;
-    let (pid_file, log_file) = process_files(args, &ending)?;
-    let (control, upgrades) = bind_control(args, take_over.as_deref_mut(), launcher, states)?;
-    let devices = exports_of(args, &all, connections, &nodes, adopted.is_some())?;
-    let files = needed_files(args, &all);
-    let mut names = owned_paths(args, &listens[inherited..], default_socket.as_deref());
+        Endpoints::open(config, image, !nodes.is_empty(), inherited, handed, &ending)?;
+    let (pid_file, log_file) = process_files(config, &ending)?;
+    let (control, upgrades) = bind_control(config, take_over.as_deref_mut(), launcher, states)?;
+    let devices = exports_of(config, &all, connections, &nodes, adopted.is_some())?;
+    let files = needed_files(config, &all);
+    let mut names = owned_paths(config, &listens[inherited..], default_socket.as_deref());
     control.token_file().iter().for_each(|path| names.file(path));
     keep_paths(paths_changer, names, &files, (pid_file.as_deref(), log_file.as_ref()))?;
     // The driver makes the nodes of a new device, or of one that waits, when its queues are served.
     let nodes_appear = take_over.is_none() && !nodes.is_empty();
     if !nodes_appear {
-        confinement::enter(args, files.clone(), &nodes)?;
+        confinement::enter(config, files.clone(), &nodes)?;
     }
     // A program that takes over accepts connections when the other one does no more.
     let later = take_over.as_ref().map(|_| std::mem::take(&mut listeners)).unwrap_or_default();
-    let started = Server::start(devices, listeners, options(args, kind, tls));
-    let server = started.and_then(|it| set_up(args, it)).map_err(|e| CliError::at(image, e))?;
+    let started = Server::start(devices, listeners, options(config, kind, tls));
+    let server = started.and_then(|it| set_up(config, it)).map_err(|e| CliError::at(image, e))?;
     let tls_files = tls_files.into_iter().chain(control.tls()).collect();
     let reload = Reload::new(server.exports(), tls_files, log_file.clone());
     ending.serving(server.shutdown_handle(), reload);
     if nodes_appear {
         nodes.start()?;
-        confinement::enter(args, files, &nodes)?;
+        confinement::enter(config, files, &nodes)?;
     }
-    let lines = ready_lines(args, &all, kind, &listens, &nodes);
-    let disks = ServedDisks::new(served(args, &server, all, &listens, &nodes));
-    let added = additions(args, listens.clone(), common);
+    let lines = ready_lines(config, &all, kind, &listens, &nodes);
+    let disks = ServedDisks::new(served(config, &server, all, &listens, &nodes));
+    let added = additions(config, listens.clone(), common);
     let running = RunningServer::new(server.exports(), disks.clone(), added, upgrades);
     if let Some(take_over) = &take_over {
         let clients = adopted.unwrap_or_default();
@@ -138,44 +139,44 @@ fn serve(
     }
     pid_file.iter().filter_map(|file| file.appear().err()).for_each(|error| warn!("{error}"));
     let control = control.serve(running);
-    print_ready(args, &lines, inherited > 0 || take_over.is_some());
-    systemd::notify_ready(&uris(args, &listens, &named));
-    is_default.then(|| print_hint(args, &listens, &named));
+    print_ready(config, &lines, inherited > 0 || take_over.is_some());
+    systemd::notify_ready(&uris(config, &listens, &named));
+    is_default.then(|| print_hint(config, &listens, &named));
     start_long_run(server.exports(), background, log_file.as_ref(), waiting);
     let ended = serve_and_flush(server, &ending, &disks, image)?;
-    end(args, ended, control, (default_socket, pid_file, nodes))?;
+    end(config, ended, control, (default_socket, pid_file, nodes))?;
     // Without destructors: a request that never ends would block its worker, and the worker the end
     // of this process; and what another process has taken over stays.
     process::end(0);
 }
 
-/// Sets what holds for all threads of this process and for its successors. Goes to the background if `args` say so, unless
+/// Sets what holds for all threads of this process and for its successors. Goes to the background if `config` say so, unless
 /// it is a `successor`.
-fn begin(args: &ServeArgs, successor: bool) -> Result<Option<Background>, CliError> {
-    io_flusher::set_if_asked(args)?;
-    let forks = args.lifetime.fork && !successor;
+fn begin(config: &ServeConfig, successor: bool) -> Result<Option<Background>, CliError> {
+    io_flusher::set_if_asked(config)?;
+    let forks = config.fork && !successor;
     forks.then(background::fork).transpose()
 }
 
 /// Binds the sockets of the control interface, or takes them over. Also returns what a program needs to take over from
 /// this one, with the sockets of clients in `listeners`.
 fn bind_control(
-    args: &ServeArgs,
+    config: &ServeConfig,
     take_over: Option<&mut TakeOver>,
     launcher: Result<Arc<Launcher>, String>,
     listeners: Vec<(ListenerState, OwnedFd)>,
 ) -> Result<(BoundControl, Upgrades), CliError> {
-    let bound = BoundControl::bind(&args.control, take_over)?;
+    let bound = BoundControl::bind(config, take_over)?;
     let control = bound.states()?;
-    let connects = args.vhost_user.connects();
+    let connects = config.connects_to_vmms();
     Ok((bound, Upgrades { launcher, listeners, control, connects }))
 }
 
-/// What ends the server of `args`: signals, and the end of its `parent` if it is asked to.
-fn ending(args: &ServeArgs, parent: &Parent) -> Result<Ending, CliError> {
+/// What ends the server of `config`: signals, and the end of its `parent` if it is asked to.
+fn ending(config: &ServeConfig, parent: &Parent) -> Result<Ending, CliError> {
     let failed = |e| CliError::new(format!("cannot handle signals: {}", os_message(&e)));
     let ending = Ending::on_signal().map_err(failed)?;
-    if args.lifetime.exit_with_parent {
+    if config.exit_with_parent {
         parent.end_with_it()?;
     }
     Ok(ending)
@@ -187,26 +188,26 @@ fn log_stop() {
     info!("stopped, everything is flushed");
 }
 
-/// How the server of `args` serves.
-fn options(args: &ServeArgs, kind: QueueKind, tls: Tls) -> Options {
+/// How the server of `config` serves.
+fn options(config: &ServeConfig, kind: QueueKind, tls: Tls) -> Options {
     Options {
-        threads: args.threads(),
+        threads: config.threads(),
         kind,
-        config: args.config(),
+        config: config.engine(),
         tls,
-        max_connections: args.max_connections,
-        slow_requests: args.messages.slow_requests(),
+        max_connections: config.max_connections,
+        slow_requests: config.slow_requests.0,
         ..Options::default()
     }
 }
 
 /// The PID file, which appears later, and the log file, which is used later.
 fn process_files(
-    args: &ServeArgs,
+    config: &ServeConfig,
     ending: &Ending,
 ) -> Result<(Option<Arc<PidFile>>, Option<LogFile>), CliError> {
-    let log_file = args.lifetime.log_file.as_deref().map(LogFile::prepare).transpose()?;
-    let pid_file = args.lifetime.pid_file.as_deref().map(PidFile::prepare).transpose()?;
+    let log_file = config.log_file.as_deref().map(LogFile::prepare).transpose()?;
+    let pid_file = config.pid_file.as_deref().map(PidFile::prepare).transpose()?;
     let pid_file = pid_file.map(Arc::new);
     pid_file.iter().for_each(|file| ending.removes(file));
     Ok((pid_file, log_file))
@@ -226,15 +227,15 @@ fn keep_paths(
     launcher.keep(names, files.connects_by_tcp(), command)
 }
 
-/// Sets the limits of `args` for all exports, and when the server ends by itself.
-fn set_up(args: &ServeArgs, server: Server) -> Result<Server, nowait::Error> {
-    if args.lifetime.exit_with_last_client {
+/// Sets the limits of `config` for all exports, and when the server ends by itself.
+fn set_up(config: &ServeConfig, server: Server) -> Result<Server, nowait::Error> {
+    if config.exit_with_last_client {
         server.stop_after_last_client();
     }
-    let (exports, limits) = (server.exports(), args.control.limits);
+    let exports = server.exports();
     exports.list().into_iter().try_for_each(|(id, _)| {
-        exports.set_limits(id, limits.limits())?;
-        exports.set_client_limits(id, limits.limits_per_client())
+        exports.set_limits(id, config.limits())?;
+        exports.set_client_limits(id, config.limits_per_client())
     })?;
     Ok(server)
 }
@@ -267,20 +268,20 @@ struct Opened {
     common: Common,
 }
 
-/// Opens the images of `args`, or those that another program hands over.
-fn open(args: &ServeArgs, take_over: Option<&TakeOver>) -> Result<Opened, CliError> {
-    let exports = args.exports().map_err(CliError::new)?;
+/// Opens the images of `config`, or those that another program hands over.
+fn open(config: &ServeConfig, take_over: Option<&TakeOver>) -> Result<Opened, CliError> {
+    let exports = config.exports().map_err(CliError::new)?;
     let is_default = exports.is_empty();
     if let Some(take_over) = take_over {
-        let policy = HandOverPolicy::of(args, control_socket::directory())?;
+        let policy = HandOverPolicy::of(config, control_socket::directory())?;
         let Parked { images, clients } = take_over.wait(&policy)?;
-        let common = open_disk::common(args)?;
+        let common = open_disk::common(config)?;
         let all = take_over.open(images, &common, &policy)?;
         return Ok(Opened { all, is_default: false, adopted: Some(clients), common });
     }
-    let exports = if is_default { vec![default_export(args)?] } else { exports };
-    let opened = open_disk::common(args)
-        .and_then(|common| open_all(args, exports, &common).map(|all| (all, common)));
+    let exports = if is_default { vec![default_export(config)?] } else { exports };
+    let opened = open_disk::common(config)
+        .and_then(|common| open_all(config, exports, &common).map(|all| (all, common)));
     let (all, common) = opened.map_err(|error| error.with_status(CANNOT_OPEN))?;
     Ok(Opened { all, is_default, adopted: None, common })
 }
@@ -295,20 +296,21 @@ type Launchers = (Result<Arc<Launcher>, String>, Option<Changer>);
 ///
 /// # Errors
 /// A confined server's cannot be started; as [`credential_processes::command_of`].
-fn launchers(args: &ServeArgs, descriptors: Rlimit) -> Result<Launchers, CliError> {
-    let command = credential_processes::command_of(args)?;
-    let is_confined = args.sandbox.mode().is_some();
-    let (starts, why) = match (why_no_upgrade(args), is_confined) {
+fn launchers(config: &ServeConfig, descriptors: Rlimit) -> Result<Launchers, CliError> {
+    let command = credential_processes::command_of(config)?;
+    let is_confined = config.sandbox.mode().is_some();
+    let (starts, why) = match (why_no_upgrade(config), is_confined) {
         (Some(why), false) => return Ok((Err(why.into()), None)),
         (Some(why), true) => (Starts::Nothing, Some(why)),
         (None, true) => (Starts::Own, None),
         (None, false) => (Starts::Any, None),
     };
-    let mut variables = if starts == Starts::Nothing { Vec::new() } else { files_of_images(args) };
+    let mut variables =
+        if starts == Starts::Nothing { Vec::new() } else { files_of_images(config) };
     variables.extend(
         credential_processes::variable(command.as_deref()).filter(|_| starts == Starts::Own),
     );
-    let launcher = Launcher::start(starts, args.lifetime.fork, descriptors, variables);
+    let launcher = Launcher::start(starts, config.fork, descriptors, variables);
     let changer = match &launcher {
         Ok(launcher) => is_confined.then(|| (launcher.clone(), command)),
         Err(why) if is_confined => return Err(CliError::new(why)),
@@ -318,37 +320,37 @@ fn launchers(args: &ServeArgs, descriptors: Rlimit) -> Result<Launchers, CliErro
 }
 
 /// Why the program of this server cannot be exchanged, if that is so.
-fn why_no_upgrade(args: &ServeArgs) -> Option<&'static str> {
-    if let Some(why) = args.cannot_open_twice() {
+fn why_no_upgrade(config: &ServeConfig) -> Option<&'static str> {
+    if let Some(why) = config.cannot_open_twice() {
         return Some(why);
     }
-    if args.lifetime.exit_with_parent {
+    if config.exit_with_parent {
         return Some("the process that started this server would not know the new one");
     }
     if std::process::id() == 1 {
         return Some("this server is process 1, with which its container ends");
     }
-    args.control.is_off().then_some("there is no control socket")
+    config.control_is_off().then_some("there is no control socket")
 }
 
 /// Whether the control socket is at a path that was given, and stays there.
-fn is_control_given(args: &ServeArgs) -> bool {
-    matches!(args.control.unix(), Some(ControlAddress::Unix(_)))
+fn is_control_given(config: &ServeConfig) -> bool {
+    matches!(config.control_socket(), Some(ControlAddress::Unix(_)))
 }
 
 /// The images of `all` with the ids of their exports and where these can be reached.
 fn served(
-    args: &ServeArgs,
+    config: &ServeConfig,
     server: &Server,
     all: Vec<OpenedDisk>,
     listens: &[Address],
     nodes: &UblkNodes,
 ) -> Vec<ServedDisk> {
-    let sockets = vhost_user_paths(args, &all);
+    let sockets = vhost_user_paths(config, &all);
     let ids = server.exports().list().into_iter().map(|(id, _)| id);
     let served = |(at, (id, (disk, sockets))): (usize, (_, (OpenedDisk, Vec<String>)))| {
         let sockets = sockets.into_iter().map(|path| format!("vhost-user:{path}"));
-        let uris = uris(args, listens, &disk.named);
+        let uris = uris(config, listens, &disk.named);
         let places = nodes.path(at).into_iter().chain(uris).chain(sockets).collect();
         ServedDisk { id, disk, places, ublk: nodes.device(at) }
     };
@@ -369,12 +371,12 @@ fn add_places(served: &mut [ServedDisk], clients: &ParkedClients) {
 }
 
 /// What the exports have in common that are added later, at the addresses `listens`.
-fn additions(args: &ServeArgs, listens: Vec<Address>, common: Common) -> Additions {
-    let tls = args.tls.is_required();
+fn additions(config: &ServeConfig, listens: Vec<Address>, common: Common) -> Additions {
+    let tls = config.requires_tls();
     Additions {
         common,
-        allowed: AllowedPlaces::of(args, control_socket::directory()),
-        max_connections: args.max_connections,
+        allowed: AllowedPlaces::of(config, control_socket::directory()),
+        max_connections: config.max_connections,
         places: Box::new(move |named| listens.iter().map(|at| at.uri(&named.name, tls)).collect()),
     }
 }
@@ -411,14 +413,14 @@ fn serve_and_flush(
 /// # Errors
 /// Those of the flush.
 fn end(
-    args: &ServeArgs,
+    config: &ServeConfig,
     flushed: Option<Result<(), CliError>>,
     control: Option<ControlInterface>,
     leftovers: impl Sized,
 ) -> Result<(), CliError> {
     match flushed {
         None => {
-            control.into_iter().for_each(|control| control.leave(is_control_given(args)));
+            control.into_iter().for_each(|control| control.leave(is_control_given(config)));
             std::mem::forget(leftovers);
             Ok(())
         }
@@ -440,10 +442,10 @@ fn warn_of_unfinished(requests: usize) {
     }
 }
 
-fn default_export(args: &ServeArgs) -> Result<NamedExport, CliError> {
+fn default_export(config: &ServeConfig) -> Result<NamedExport, CliError> {
     let image = default_image::image()?;
     print(format_args!("nowait: no image given, serving {}", image.display()));
-    Ok(NamedExport { name: args.default_name().to_owned(), image })
+    Ok(NamedExport { name: config.default_name().to_owned(), image })
 }
 
 /// Flushes every image, also when one of them fails.
@@ -490,23 +492,23 @@ fn polled_queue(all: &[OpenedDisk]) -> Result<QueueKind, CliError> {
 }
 
 /// The requested queue, or one that works on this system.
-fn queue_kind(args: &ServeArgs) -> Result<QueueKind, CliError> {
-    if args.queue == Some(args::QueueKind::Threads) {
+fn queue_kind(config: &ServeConfig) -> Result<QueueKind, CliError> {
+    if config.queue == Some(QueueChoice::Threads) {
         return Ok(QueueKind::Threads);
     }
     let error = match Uring::new() {
         Ok(ring) => {
             info!("io_uring: {}", ring.offered());
             info!("registered buffers: {}", registrable());
-            let must = args.queue.is_some() || args.ublk.is_given();
+            let must = config.queue.is_some() || !config.ublk.is_empty();
             return Ok(if must { QueueKind::Uring } else { QueueKind::Auto });
         }
         Err(error) => Uring::refusal(error),
     };
-    if args.ublk.is_given() {
+    if !config.ublk.is_empty() {
         return Err(CliError::new(format!("{error}: --ublk needs it")));
     }
-    if args.queue.is_some() {
+    if config.queue.is_some() {
         let what = format!("{error}: try --queue threads");
         return Err(CliError::new(what));
     }

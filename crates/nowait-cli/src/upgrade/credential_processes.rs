@@ -20,7 +20,7 @@ use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair,
 };
 
-use crate::args::ServeArgs;
+use crate::config::ServeConfig;
 use crate::error::CliError;
 
 /// The variable of the environment with the command line, empty for none. A program that takes over runs no other one.
@@ -35,16 +35,16 @@ const REPLY_BYTES: usize = 3 + MESSAGE_BYTES + CREDENTIAL_OUTPUT_BYTES;
 const PRINTED: u8 = 1;
 const FAILED: u8 = 0;
 
-/// The command line of the program that gives credentials to the server of `args`, if it is confined and has one. From now on
+/// The command line of the program that gives credentials to the server of `config`, if it is confined and has one. From now on
 /// no other one is run: a profile that is written meanwhile changes nothing.
 ///
 /// # Errors
 /// It is another one than when the server was started that this one takes over from; the server could change the program.
-pub(crate) fn command_of(args: &ServeArgs) -> Result<Option<String>, CliError> {
-    if args.sandbox.mode().is_none() {
+pub(crate) fn command_of(config: &ServeConfig) -> Result<Option<String>, CliError> {
+    if config.sandbox.mode().is_none() {
         return Ok(None);
     }
-    let command = args.names_objects().then(credential_command).flatten();
+    let command = config.names_objects().then(credential_command).flatten();
     let is_other = |known: String| known != command.as_deref().unwrap_or_default();
     if env::var(COMMAND).is_ok_and(is_other) {
         return Err(CliError::new(
@@ -57,8 +57,8 @@ pub(crate) fn command_of(args: &ServeArgs) -> Result<Option<String>, CliError> {
     let path = env::var_os("PATH").unwrap_or_default();
     let places =
         program.map(|program| places_of(&program, &env::split_paths(&path).collect::<Vec<_>>()));
-    let cache = args.remote.cache.iter().map(|cache| &cache.directory);
-    let changed: Vec<&PathBuf> = args.control.allow_dir.iter().chain(cache).collect();
+    let cache = config.cache.iter().map(|cache| &cache.directory);
+    let changed: Vec<&PathBuf> = config.allow_dir.iter().chain(cache).collect();
     match places.iter().flatten().find(|place| is_below(place, &changed)) {
         Some(place) => Err(CliError::at(
             place,

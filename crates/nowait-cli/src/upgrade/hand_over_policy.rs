@@ -16,8 +16,8 @@ use nowait_nbd::Address;
 use nowait_remote::Location;
 
 use crate::allowed_places::AllowedPlaces;
-use crate::args::ServeArgs;
-use crate::args::control_args::ControlAddress;
+use crate::config::ServeConfig;
+use crate::control_address::ControlAddress;
 use crate::default_image;
 use crate::export_spec::NamedExport;
 use crate::upgrade::messages::{ExportState, ListenerState};
@@ -31,12 +31,12 @@ const FILES_OF_VARIABLE: usize = 2000;
 /// The device and the inode of a file.
 type FileNumbers = (u64, u64);
 
-/// The images that `args` name, with absolute paths.
+/// The images that `config` name, with absolute paths.
 ///
 /// # Errors
 /// The default image is unknown.
-fn images(args: &ServeArgs) -> Result<Vec<PathBuf>, CliError> {
-    let given = args.exports().map_err(CliError::new)?;
+fn images(config: &ServeConfig) -> Result<Vec<PathBuf>, CliError> {
+    let given = config.exports().map_err(CliError::new)?;
     match given.is_empty() {
         true => Ok(vec![default_image::image()?]),
         false => Ok(given.iter().map(NamedExport::full_name).collect()),
@@ -45,13 +45,13 @@ fn images(args: &ServeArgs) -> Result<Vec<PathBuf>, CliError> {
 
 /// The variables for the launcher, from which the programs that it starts have them. None if this process has them already,
 /// from such a launcher.
-pub(crate) fn files_of_images(args: &ServeArgs) -> Vec<(String, String)> {
+pub(crate) fn files_of_images(config: &ServeConfig) -> Vec<(String, String)> {
     if env::var_os(format!("{FILES}0")).is_some() {
         return Vec::new();
     }
     let told = |image: &PathBuf| {
         let mut found = fs::metadata(image).ok();
-        if !args.read_only && found.as_ref().is_some_and(fs::Metadata::is_file) {
+        if !config.read_only && found.as_ref().is_some_and(fs::Metadata::is_file) {
             // An overlay file system makes a copy, another file, when it is opened for writing.
             let written = fs::OpenOptions::new().write(true).open(image);
             found = written.and_then(|file| file.metadata()).ok().or(found);
@@ -59,7 +59,7 @@ pub(crate) fn files_of_images(args: &ServeArgs) -> Vec<(String, String)> {
         found.map(|it| format!("{:x}:{:x}", it.dev(), it.ino())).unwrap_or_default() + " "
     };
     // Where the default image is unknown the server does not start either.
-    let images = images(args).unwrap_or_default();
+    let images = images(config).unwrap_or_default();
     let variables = images.chunks(FILES_OF_VARIABLE).map(|part| part.iter().map(told).collect());
     variables.enumerate().map(|(n, files)| (format!("{FILES}{n}"), files)).collect()
 }
@@ -72,7 +72,7 @@ fn parse_numbers(text: &str) -> Option<FileNumbers> {
 
 /// The rules that a server's command line sets for a hand-over.
 pub(crate) struct HandOverPolicy<'a> {
-    args: &'a ServeArgs,
+    config: &'a ServeConfig,
     /// The files of the images that it names by absolute paths, and those of URIs, which have none.
     images: HashMap<PathBuf, Option<FileNumbers>>,
     /// The directories of these images, without symbolic links.
@@ -81,34 +81,34 @@ pub(crate) struct HandOverPolicy<'a> {
 }
 
 impl<'a> HandOverPolicy<'a> {
-    /// The rules of `args`; `sockets` is the directory of default control sockets.
+    /// The rules of `config`; `sockets` is the directory of default control sockets.
     ///
     /// # Errors
     /// The default image is unknown.
-    pub(crate) fn of(args: &'a ServeArgs, sockets: Option<PathBuf>) -> Result<Self, CliError> {
+    pub(crate) fn of(config: &'a ServeConfig, sockets: Option<PathBuf>) -> Result<Self, CliError> {
         let variables = (0..).map_while(|n| env::var(format!("{FILES}{n}")).ok());
-        let places = AllowedPlaces::of(args, sockets);
-        Self::with_files(args, places, &variables.collect::<String>())
+        let places = AllowedPlaces::of(config, sockets);
+        Self::with_files(config, places, &variables.collect::<String>())
     }
 
     fn with_files(
-        args: &'a ServeArgs,
+        config: &'a ServeConfig,
         places: AllowedPlaces,
         files: &str,
     ) -> Result<Self, CliError> {
-        let images = images(args)?;
+        let images = images(config)?;
         let directory = |image: &PathBuf| Some(image.canonicalize().ok()?.parent()?.to_owned());
         let directories = images.iter().filter_map(directory).collect();
         let files = files.split(' ').map(parse_numbers).chain(iter::repeat(None));
-        Ok(Self { args, images: images.into_iter().zip(files).collect(), directories, places })
+        Ok(Self { config, images: images.into_iter().zip(files).collect(), directories, places })
     }
 
     /// The file of the image of `state`, if the command line names that and allows to open it so. Else it must be an image
     /// that was added.
     fn given_file(&self, state: &ExportState) -> Option<Option<FileNumbers>> {
-        let format = self.args.format.map(Format::name);
+        let format = self.config.format.map(Format::name);
         let is_as_given =
-            state.format.as_deref() == format && (state.read_only || !self.args.read_only);
+            state.format.as_deref() == format && (state.read_only || !self.config.read_only);
         self.images.get(Path::new(&state.image)).filter(|_| is_as_given).copied()
     }
 
@@ -155,7 +155,7 @@ impl<'a> HandOverPolicy<'a> {
     /// Checks the block devices: each is that of an export that has one by the command line, with the number that this
     /// gives, if it does.
     fn check_nodes(&self, exports: &[ExportState], nodes: &[(usize, u32)]) -> Result<(), CliError> {
-        let mut given = self.args.nodes().map_err(CliError::new)?;
+        let mut given = self.config.nodes().map_err(CliError::new)?;
         nodes.iter().try_for_each(|(at, id)| {
             let number = exports.get(*at).and_then(|export| given.remove(&export.name));
             let is_allowed = number.is_some_and(|number| number.is_none_or(|it| it == *id));
@@ -165,7 +165,7 @@ impl<'a> HandOverPolicy<'a> {
 
     fn check_control(&self, state: &ListenerState) -> Result<(), CliError> {
         let path = state.path.as_ref().map(|path| ControlAddress::Unix(path.into()));
-        let is_it = path.is_some() && path.as_ref() == self.args.control.unix();
+        let is_it = path.is_some() && path.as_ref() == self.config.control_socket();
         require(is_it && state.temporary.is_none(), "control socket", &state.path)
     }
 
@@ -175,11 +175,7 @@ impl<'a> HandOverPolicy<'a> {
     /// One line that names it.
     pub(crate) fn check_device(&self, state: &ListenerState) -> Result<(), CliError> {
         let given = |path: &Path| {
-            self.args
-                .vhost_user
-                .sockets
-                .iter()
-                .any(|it| it.socket == DevicePlace::Path(path.into()))
+            self.config.vhost_user.iter().any(|it| it.socket == DevicePlace::Path(path.into()))
         };
         let allowed =
             |path: &Path| path.to_str().is_some_and(|path| self.places.socket(path).is_ok());
@@ -194,7 +190,7 @@ impl<'a> HandOverPolicy<'a> {
     /// One line that names it.
     pub(crate) fn check_vmm(&self, path: &OsStr) -> Result<(), CliError> {
         let place = DevicePlace::ConnectsTo(path.into());
-        let is_it = self.args.vhost_user.sockets.iter().any(|it| it.socket == place);
+        let is_it = self.config.vhost_user.iter().any(|it| it.socket == place);
         require(is_it, "socket of a VMM", path)
     }
 
@@ -213,7 +209,7 @@ impl<'a> HandOverPolicy<'a> {
 
     /// Whether images may stand on files in `directory`: a snapshot has that of the image below it.
     fn allows_backing_dir(&self, directory: &Path) -> bool {
-        let given = &self.args.others.backing_dir;
+        let given = &self.config.backing_dir;
         let Ok(real) = directory.canonicalize() else {
             return given.iter().any(|it| it == directory);
         };
@@ -221,12 +217,12 @@ impl<'a> HandOverPolicy<'a> {
         let is_above = |it: &PathBuf| it.canonicalize().is_ok_and(|it| real.starts_with(it));
         self.directories.contains(&real)
             || given.iter().any(is_real)
-            || self.args.control.allow_dir.iter().any(is_above)
+            || self.config.allow_dir.iter().any(is_above)
     }
 
     /// Whether images may stand on the storage `name`.
     fn allows_backing(&self, name: &str) -> bool {
-        self.args.others.backing.iter().any(|it| it.to_string() == name)
+        self.config.backing.iter().any(|it| it.to_string() == name)
             || self.images.contains_key(Path::new(name))
             || self.places.backing(name).is_ok()
     }
@@ -236,7 +232,7 @@ impl<'a> HandOverPolicy<'a> {
         let Some(path) = path.as_ref().map(Path::new) else {
             return require(temporary.is_none(), "directory", temporary);
         };
-        let given = self.args.addresses.listens();
+        let given = self.config.nbd.clone();
         let is_default =
             given.is_empty() && is_default_socket(path, temporary.as_ref().map(Path::new));
         let is_given = temporary.is_none() && given.contains(&Address::Unix(path.into()));
@@ -275,12 +271,11 @@ fn require(
 mod tests {
     use std::os::unix::fs::symlink;
 
-    use clap::Parser;
     use nowait_control::PatchExport;
     use tempfile::TempDir;
 
     use super::*;
-    use crate::args::{Cli, Command};
+    use crate::config::config_file;
 
     /// A directory with a directory for images that are added, with one of them.
     fn directory() -> TempDir {
@@ -293,14 +288,11 @@ mod tests {
         directory
     }
 
-    /// A server of `disk` in `directory` with more `options`, in which DIR stands for `directory`.
-    fn args(directory: &TempDir, options: &str) -> Box<ServeArgs> {
-        let all = format!("nowait serve DIR/disk {options}");
-        let all = all.replace("DIR", directory.path().to_str().unwrap());
-        match Cli::try_parse_from(all.split_whitespace()).unwrap().command {
-            Command::Serve(args) => args,
-            _ => panic!("another command"),
-        }
+    /// A server of `disk` in `directory` with more of a file, `keys` and exports, in which DIR stands for `directory`.
+    fn config(directory: &TempDir, keys: &str) -> ServeConfig {
+        let (keys, exports) = keys.split_at(keys.find("[[").unwrap_or(keys.len()));
+        let all = format!("{keys}\n[[export]]\nimage = 'DIR/disk'\n{exports}");
+        config_file::parse(&all.replace("DIR", directory.path().to_str().unwrap())).unwrap()
     }
 
     fn path(directory: &TempDir, name: &str) -> OsString {
@@ -330,18 +322,18 @@ mod tests {
     fn an_image_that_the_command_line_names_is_opened_as_that_says() {
         let directory = directory();
         let is_allowed = |options: &str, state: ExportState| {
-            HandOverPolicy::of(&args(&directory, options), None)
+            HandOverPolicy::of(&config(&directory, options), None)
                 .unwrap()
                 .check_export(&state)
                 .is_ok()
         };
         let disk = export(path(&directory, "disk"));
         assert!(is_allowed("", disk.clone()));
-        assert!(is_allowed("--read-only", ExportState { read_only: true, ..disk.clone() }));
-        assert!(!is_allowed("--read-only", disk.clone()), "opened for writing");
+        assert!(is_allowed("read-only = true", ExportState { read_only: true, ..disk.clone() }));
+        assert!(!is_allowed("read-only = true", disk.clone()), "opened for writing");
         let qcow2 = ExportState { format: Some("qcow2".into()), ..disk.clone() };
         assert!(!is_allowed("", qcow2.clone()), "a guest's header is read");
-        assert!(is_allowed("--format qcow2", qcow2));
+        assert!(is_allowed("format = 'qcow2'", qcow2));
         assert!(!is_allowed("", export(path(&directory, "neighbour"))));
         assert!(!is_allowed("", export(path(&directory, "images/added"))));
         assert!(!is_allowed("", export("nbd://localhost/".into())));
@@ -351,9 +343,9 @@ mod tests {
     #[test]
     fn an_image_that_was_added_is_where_images_may_be_added() {
         let directory = directory();
-        let options = "--read-only --allow-dir DIR/images --allow-uri nbd://host/";
-        let args = args(&directory, options);
-        let policy = HandOverPolicy::of(&args, None).unwrap();
+        let options = "read-only = true\nallow-dir = ['DIR/images']\nallow-uri = ['nbd://host/']";
+        let config = config(&directory, options);
+        let policy = HandOverPolicy::of(&config, None).unwrap();
         let is_allowed = |image| policy.check_export(&export(image)).is_ok();
         assert!(is_allowed(path(&directory, "images/added")));
         assert!(is_allowed("nbd://host/disk".into()));
@@ -366,9 +358,10 @@ mod tests {
     #[test]
     fn an_image_stands_on_what_is_allowed() {
         let directory = directory();
-        let options = "--allow-dir DIR/images --allow-uri nbd://host/ --backing nbd://below/";
-        let args = args(&directory, options);
-        let policy = HandOverPolicy::of(&args, None).unwrap();
+        let options =
+            "allow-dir = ['DIR/images']\nallow-uri = ['nbd://host/']\nbacking = ['nbd://below/']";
+        let config = config(&directory, options);
+        let policy = HandOverPolicy::of(&config, None).unwrap();
         let added = export(path(&directory, "images/added"));
         for (backing_dir, is_allowed) in
             [("images", true), ("", true), ("images/..", true), ("..", false), ("/", false)]
@@ -391,9 +384,10 @@ mod tests {
     #[test]
     fn a_node_is_that_of_an_export_that_has_one_by_the_command_line() {
         let directory = directory();
-        let options = "data=DIR/neighbour other=DIR/x --ublk=data=7 --ublk";
-        let args = args(&directory, options);
-        let policy = HandOverPolicy::of(&args, None).unwrap();
+        let options = "ublk = ['data=7', '']\n[[export]]\nname = 'data'\nimage = 'DIR/neighbour'\n\
+                       [[export]]\nname = 'other'\nimage = 'DIR/x'";
+        let config = config(&directory, options);
+        let policy = HandOverPolicy::of(&config, None).unwrap();
         let named =
             |name: &str| ExportState { name: name.into(), ..export(path(&directory, "disk")) };
         let exports = ["", "data", "other", "added"].map(named);
@@ -415,9 +409,9 @@ mod tests {
     #[test]
     fn only_the_own_sockets_are_removed() {
         let directory = directory();
-        let arguments = args(
+        let arguments = config(
             &directory,
-            "--nbd unix:DIR/nbd --vhost-user DIR/vm --vhost-user connect:DIR/vmm --control unix:DIR/control",
+            "nbd = ['unix:DIR/nbd']\nvhost-user = ['DIR/vm', 'connect:DIR/vmm']\ncontrol = ['unix:DIR/control']",
         );
         let policy = HandOverPolicy::of(&arguments, None).unwrap();
         let [nbd, vm, control, disk] =
@@ -436,7 +430,7 @@ mod tests {
         assert!(policy.check_device(&socket(path(&directory, "vmm"), None)).is_err());
         // A socket that is not removed is only a name, as of one that systemd has handed over.
         assert!(policy.check_listener(&ListenerState { is_own: false, ..disk }).is_ok());
-        let arguments = args(&directory, "");
+        let arguments = config(&directory, "");
         let policy = HandOverPolicy::of(&arguments, None).unwrap();
         let temporary = env::temp_dir().join("nowait-12-3");
         let temporary = temporary.to_str().unwrap();
@@ -453,7 +447,7 @@ mod tests {
     #[test]
     fn an_image_that_was_replaced_since_the_start_is_not_served() {
         let directory = directory();
-        let arguments = args(&directory, "");
+        let arguments = config(&directory, "");
         let files: String =
             files_of_images(&arguments).into_iter().map(|(_, files)| files).collect();
         let policy =
@@ -479,8 +473,12 @@ mod tests {
     #[test]
     fn the_files_of_many_images_fit_variables_of_the_environment() {
         let directory = directory();
-        let arguments =
-            args(&directory, &(0..4500).map(|n| format!("n{n}=DIR/x ")).collect::<String>());
+        let arguments = config(
+            &directory,
+            &(0..4500)
+                .map(|n| format!("[[export]]\nname = 'n{n}'\nimage = 'DIR/x'\n"))
+                .collect::<String>(),
+        );
         let variables = files_of_images(&arguments);
         assert_eq!(variables.len(), 3);
         assert!(variables.iter().all(|(_, files)| files.len() <= 2000 * 34));

@@ -32,6 +32,13 @@ use crate::upgrade::{ENVIRONMENT, SUCCESSOR};
 /// How long the old program may take for one message: it ends requests and flushes meanwhile.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Tells an old program, if this process was started to take over from one, why it cannot.
+pub(crate) fn refuse(why: &str) {
+    if let Ok(Some(take_over)) = TakeOver::of_this_process() {
+        take_over.fail(&CliError::new(why));
+    }
+}
+
 /// What an old program hands over to this one.
 pub(crate) struct TakeOver {
     channel: Channel,

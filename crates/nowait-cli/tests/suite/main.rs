@@ -17,6 +17,7 @@ mod ceph;
 mod ceph_faults;
 mod ceph_s3;
 mod completions_and_man;
+mod config_files;
 mod compromised_server;
 mod copy;
 mod copy_interrupted;
