@@ -14,8 +14,8 @@ use nowait_bench::{
     run_copies, run_devices, run_engine, run_images, run_peers,
 };
 use nowait_cli::bench_args::{BenchArgs, BenchCaching, BenchClient, BenchTransport, BenchWhat};
-use nowait_cli::error::{CliError, os_message};
-use nowait_cli::{log, process};
+use nowait_daemon::error::{CliError, os_message};
+use nowait_daemon::process::{self, log};
 
 fn main() {
     process::set_up();

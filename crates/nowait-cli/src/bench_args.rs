@@ -9,7 +9,7 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, ValueEnum, ValueHint};
 use nowait_remote::Location;
 
-use crate::size;
+use nowait_daemon::size;
 
 /// A shorter copy ends too soon to be timed.
 const COPIED_BYTES_MIN: u64 = 16 << 20;

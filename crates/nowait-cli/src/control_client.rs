@@ -5,13 +5,14 @@
 use std::net::ToSocketAddrs;
 use std::path::{Path, PathBuf};
 
-use crate::error::{CliError, os_message, plain};
 use nowait_control::{Client, Proof, Token};
+use nowait_daemon::error::{CliError, os_message, plain};
 use nowait_nbd::Address;
 use nowait_nbd::client::{CipherSuites, Credentials};
 
 use crate::args::control_args::ServerArgs;
-use crate::{control_socket, token_file};
+use nowait_daemon::control::control_socket;
+use nowait_daemon::control::token_file;
 
 /// The variable of the environment with the token of a server on TCP.
 const TOKEN: &str = "NOWAIT_CONTROL_TOKEN";

@@ -4,7 +4,7 @@
 
 use nowait_image::{Fact, ImageInfo};
 
-use crate::size::human;
+use nowait_daemon::size::human;
 
 /// The lines about a header. `file_bytes` is the length of the file, `space` the text for its allocated
 /// space.

@@ -7,76 +7,32 @@
 //!
 //! The public modules are those that the program `nowait-bench`, which `nowait bench` runs, has too.
 
-pub mod process;
-pub mod error;
-mod journal;
-pub mod log;
-pub mod sandbox;
-pub mod size;
 mod header_lines;
 pub mod bench_args;
 mod output;
-mod parallel_map;
-mod export_spec;
-mod listen_address;
-mod vhost_user_spec;
-mod ublk_spec;
-mod allowed_uri;
-mod control_address;
 mod habits;
-mod secrets;
-mod config;
 mod args;
 mod usage;
-mod owned_paths;
-mod default_image;
-mod waiting;
 mod open_chain;
-mod systemd;
-mod malloc_threshold;
-mod io_flusher;
-mod open_disk;
-mod served_disks;
-mod ublk_nodes;
-mod allowed_places;
-mod image_exchange;
-mod upgrade;
-mod running_server;
-mod tls_files;
-mod control_socket;
-mod token_file;
 mod control_client;
-mod control_tcp;
-mod control_interface;
-mod renewed_files;
-mod confinement;
-mod lifetime;
-mod background;
-mod log_file;
-mod reload;
-mod watchdog;
-mod signals;
-mod endpoints;
-mod ready_lines;
-mod summary;
 mod commands;
-#[cfg(feature = "fuzz")]
-pub mod fuzz;
 
 use crate::args::Command;
 #[cfg(feature = "control")]
 use crate::commands::top;
 use crate::commands::{
-    bench, check, commit, control, copy, create, info, map, resize, serve, setup, ublk,
+    bench, check, commit, control, copy, create, info, map, resize, setup, ublk,
 };
-use crate::config::{ServeConfig, config_file};
-use crate::error::CliError;
-use crate::upgrade::take_over;
+use nowait_daemon::config::{ServeConfig, config_file};
+use nowait_daemon::error::CliError;
+use nowait_daemon::process::{log, systemd};
+use nowait_daemon::serve;
+use nowait_daemon::upgrade::{launcher, take_over};
 
 /// Runs the command of this process. Returns the exit status.
 #[must_use]
 pub fn run() -> u8 {
-    if let Some(status) = upgrade::launcher::run_if_asked() {
+    if let Some(status) = launcher::run_if_asked() {
         return status;
     }
     let command = match usage::parse() {

@@ -2,7 +2,7 @@
 //!
 //! Invariant: it does nothing but to run the library.
 
-use nowait_cli::process;
+use nowait_daemon::process;
 
 fn main() {
     process::set_up();

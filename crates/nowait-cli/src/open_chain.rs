@@ -4,12 +4,12 @@
 
 use std::io::{self, Write};
 
-use nowait_image::{Chain, ChainOptions, ImageError, Warning};
+use nowait_image::{Chain, ChainOptions, Warning};
 use nowait_remote::Location;
 
 use crate::args::image_args::ImageArgs;
-use crate::error::CliError;
-use crate::waiting;
+use nowait_daemon::disks::waiting;
+use nowait_daemon::error::CliError;
 
 /// Opens the chain, locked as `options` require; the format and the allowed directories are from
 /// `args`.
@@ -18,7 +18,7 @@ pub(crate) fn open(args: &ImageArgs, options: ChainOptions) -> Result<Chain, Cli
     let given = &args.others.backing;
     let backings = waiting::on(given, || nowait_remote::open_backings(given, &remote));
     let options = ChainOptions {
-        backing_storages: backings.map_err(|error| failed(&error))?,
+        backing_storages: backings.map_err(|error| CliError::of_image(&error))?,
         format: args.format,
         backing_dirs: args.others.backing_dir.clone(),
         data_files: args.others.data_file.clone(),
@@ -34,11 +34,11 @@ pub(crate) fn open(args: &ImageArgs, options: ChainOptions) -> Result<Chain, Cli
         location => {
             let open = || nowait_remote::open_storage(&location, true, &remote);
             let storage = waiting::on([&location], open);
-            let storage = storage.map_err(|error| failed(&error))?;
+            let storage = storage.map_err(|error| CliError::of_image(&error))?;
             Chain::open_storage(&args.image, storage, &options)
         }
     };
-    let chain = chain.map_err(|error| failed(&error))?;
+    let chain = chain.map_err(|error| CliError::of_image(&error))?;
     for warning in chain.warnings() {
         let Warning::NotLocked(path) = warning else { continue };
         let path = path.display();
@@ -48,9 +48,4 @@ pub(crate) fn open(args: &ImageArgs, options: ChainOptions) -> Result<Chain, Cli
         );
     }
     Ok(chain)
-}
-
-/// Converts an error about an image.
-pub(crate) fn failed(error: &ImageError) -> CliError {
-    CliError::new(error.to_string())
 }

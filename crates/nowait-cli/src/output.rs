@@ -7,7 +7,7 @@ use std::io::{self, Write};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::error::{CliError, os_message};
+use nowait_daemon::error::{CliError, os_message};
 
 /// Writes `bytes` to standard output.
 ///

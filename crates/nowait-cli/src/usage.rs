@@ -11,9 +11,9 @@ use clap::{CommandFactory, Parser};
 use tracing::Level;
 
 use crate::args::{CHECK_USAGE_STATUS, Cli, Command, USAGE_STATUS};
-use crate::error::os_message;
 use crate::habits;
-use crate::log;
+use nowait_daemon::error::os_message;
+use nowait_daemon::process::log;
 
 /// The limit of typing errors up to which an option is suggested, and the number of letters that an
 /// option must have for each.

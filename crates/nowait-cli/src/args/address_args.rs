@@ -8,8 +8,8 @@ use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use nowait_nbd::{Address, DEFAULT_PORT};
 
-use crate::config::ServeConfig;
-use crate::listen_address;
+use nowait_daemon::config::ServeConfig;
+use nowait_daemon::config::listen_address;
 
 /// Where to listen.
 #[derive(Debug, Args)]

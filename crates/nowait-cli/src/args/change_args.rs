@@ -12,7 +12,7 @@ use crate::args::image_args::{
     ImageArgs, format_of_new, parse_cluster_size, parse_image_format, parse_new_format,
 };
 use crate::args::remote_args::AuthArgs;
-use crate::size;
+use nowait_daemon::size;
 
 /// Create a new, empty disk image
 ///

@@ -3,7 +3,7 @@
 use clap::CommandFactory;
 
 use super::*;
-use crate::config::{ServeConfig, config_file};
+use nowait_daemon::config::{ServeConfig, config_file};
 
 /// Options that are no keys: they are about the file, or do nothing.
 const NO_KEYS: [&str; 5] = ["help", "config", "print-config", "persistent", "allocation-depth"];

@@ -6,17 +6,18 @@ use std::path::PathBuf;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{ArgAction, Args, Subcommand};
 
-use crate::size;
+use nowait_daemon::size;
 use nowait_nbd::Address;
 use nowait_server::Limits;
 
-use crate::allowed_uri::AllowedUri;
 use crate::args::change_args::{Change, parse_change};
 use crate::args::image_args::parse_image_format;
-use crate::config;
-use crate::config::ServeConfig;
-use crate::control_address::ControlAddress;
-use crate::{export_spec, listen_address};
+use nowait_daemon::config;
+use nowait_daemon::config::ServeConfig;
+use nowait_daemon::config::allowed_uri::AllowedUri;
+use nowait_daemon::config::control_address::ControlAddress;
+use nowait_daemon::config::export_spec;
+use nowait_daemon::config::listen_address;
 
 /// How a server can be asked and changed.
 #[derive(Debug, Args)]

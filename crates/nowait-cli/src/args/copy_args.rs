@@ -13,7 +13,7 @@ use crate::args::image_args::{
     OtherFiles, format_of_new, parse_cluster_size, parse_image_format, parse_new_format,
 };
 use crate::args::remote_args::AuthArgs;
-use crate::size;
+use nowait_daemon::size;
 
 /// The largest block of the search for zeros, in bytes.
 const MAX_SPARSE_BYTES: u64 = 1 << 20;

@@ -13,10 +13,10 @@ use nowait_image::formats;
 use nowait_remote::Location;
 
 use crate::args::remote_args::AuthArgs;
-use crate::config::ServeConfig;
-use crate::config::notation;
-pub(crate) use crate::config::notation::parse_format as parse_image_format;
-use crate::size;
+use nowait_daemon::config::ServeConfig;
+use nowait_daemon::config::notation;
+pub(crate) use nowait_daemon::config::notation::parse_format as parse_image_format;
+use nowait_daemon::size;
 
 /// An image that is opened with its backing chain.
 #[derive(Debug, Args)]

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use crate::config::ServeConfig;
+use nowait_daemon::config::ServeConfig;
 
 /// When a server begins and ends, its PID file and its log file.
 #[derive(Debug, Args)]

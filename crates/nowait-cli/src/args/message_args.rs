@@ -2,8 +2,8 @@
 
 use clap::Args;
 
-use crate::config::ServeConfig;
-use crate::config::choices::Threshold;
+use nowait_daemon::config::ServeConfig;
+use nowait_daemon::config::choices::Threshold;
 
 /// What is reported.
 #[derive(Clone, Copy, Debug, Args)]

@@ -7,10 +7,10 @@ use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use nowait_remote::{CacheOptions, RemoteOptions};
 
-use crate::config::{MAX_RECONNECT, ServeConfig, notation};
 use crate::habits;
-use crate::secrets;
-use crate::size;
+use nowait_daemon::config::{MAX_RECONNECT, ServeConfig, notation};
+use nowait_daemon::secrets;
+use nowait_daemon::size;
 
 /// The credentials for web servers.
 #[derive(Debug, Args)]

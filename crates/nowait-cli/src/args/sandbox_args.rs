@@ -2,8 +2,8 @@
 
 use clap::{Args, ValueEnum};
 
-use crate::config::ServeConfig;
-use crate::config::choices::SandboxChoice;
+use nowait_daemon::config::ServeConfig;
+use nowait_daemon::config::choices::SandboxChoice;
 
 /// What a server gives up when it is ready.
 #[derive(Debug, Args)]

@@ -20,9 +20,11 @@ use crate::args::switch::Switch;
 use crate::args::tls_args::TlsArgs;
 use crate::args::ublk_args::UblkArgs;
 use crate::args::vhost_user_args::VhostUserArgs;
-use crate::config::{MAX_CONNECTIONS, MAX_THREADS, ServeConfig, choices, config_file, notation};
-use crate::export_spec;
-use crate::export_spec::ExportSpec;
+use nowait_daemon::config::export_spec;
+use nowait_daemon::config::export_spec::ExportSpec;
+use nowait_daemon::config::{
+    MAX_CONNECTIONS, MAX_THREADS, ServeConfig, choices, config_file, notation,
+};
 
 /// Serve disk images: over NBD, to virtual machines, or as a block device of this machine
 ///

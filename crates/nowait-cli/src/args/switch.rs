@@ -2,7 +2,7 @@
 
 use clap::ValueEnum;
 
-use crate::config::choices::Mechanism;
+use nowait_daemon::config::choices::Mechanism;
 
 /// A mechanism of the engine, or of a frontend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

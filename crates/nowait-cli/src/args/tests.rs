@@ -7,9 +7,9 @@ use nowait_server::BlockSize;
 use std::path::PathBuf;
 
 use super::*;
-use crate::config::choices::{Direct, QueueChoice};
-use crate::config::{MOST_BY_DEFAULT, ServeConfig};
-use crate::export_spec::{MAX_NAME_BYTES, NamedExport};
+use nowait_daemon::config::choices::{Direct, QueueChoice};
+use nowait_daemon::config::export_spec::{MAX_NAME_BYTES, NamedExport};
+use nowait_daemon::config::{MOST_BY_DEFAULT, ServeConfig};
 
 fn parse(line: &str) -> Result<Command, clap::Error> {
     Cli::try_parse_from(line.split_whitespace()).map(|cli| cli.command)

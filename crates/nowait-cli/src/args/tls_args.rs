@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use crate::config::ServeConfig;
-use crate::config::choices::TlsChoice;
+use nowait_daemon::config::ServeConfig;
+use nowait_daemon::config::choices::TlsChoice;
 
 /// Whether and how connections are encrypted.
 #[derive(Debug, Args)]

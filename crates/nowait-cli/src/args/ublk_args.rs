@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand};
 
-use crate::ublk_spec::{MAX_ID, UblkSpec};
+use nowait_daemon::config::ublk_spec::{MAX_ID, UblkSpec};
 
 /// The block devices that images become.
 #[derive(Debug, Args)]

@@ -3,7 +3,7 @@
 use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 
-use crate::vhost_user_spec::VhostUserSpec;
+use nowait_daemon::config::vhost_user_spec::VhostUserSpec;
 
 /// Where virtual machines have their disks.
 #[derive(Debug, Args)]

@@ -8,7 +8,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
 
-use crate::error::{CliError, os_message};
+use nowait_daemon::error::{CliError, os_message};
 
 const PROGRAM: &str = "nowait-bench";
 

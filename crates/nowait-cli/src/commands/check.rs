@@ -8,9 +8,10 @@ use nowait_image::{ChainOptions, Format, Purpose};
 use serde_json::json;
 
 use crate::args::image_args::CheckArgs;
-use crate::error::CliError;
-use crate::size::human;
-use crate::{open_chain, output};
+use crate::open_chain;
+use crate::output;
+use nowait_daemon::error::CliError;
+use nowait_daemon::size::human;
 
 const CORRUPT: u8 = 2;
 const LEAKS: u8 = 3;
@@ -46,7 +47,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<u8, CliError> {
         check(&chain, &mut progress).map(|report| Repaired { report, ..nothing })
     };
     bar.finish_and_clear();
-    let done = done.map_err(|error| open_chain::failed(&error))?;
+    let done = done.map_err(|error| CliError::of_image(&error))?;
     let text = if args.json { in_json(args, format, &done) } else { in_words(args.repair, &done) };
     output::print(text)?;
     Ok(match done.report {

@@ -7,9 +7,10 @@ use nowait_image::{Chain, ChainOptions, Format, Layer, Purpose};
 use serde_json::json;
 
 use crate::args::change_args::CommitArgs;
-use crate::error::{CliError, plain};
-use crate::size::human;
-use crate::{open_chain, output};
+use crate::open_chain;
+use crate::output;
+use nowait_daemon::error::{CliError, plain};
+use nowait_daemon::size::human;
 
 pub(crate) fn run(args: &CommitArgs) -> Result<(), CliError> {
     let overlay = if args.keep { Overlay::Kept } else { Overlay::Emptied };
@@ -37,7 +38,7 @@ pub(crate) fn run(args: &CommitArgs) -> Result<(), CliError> {
         bar.set_position(done);
     });
     bar.finish_and_clear();
-    let done = done.map_err(|error| open_chain::failed(&error))?;
+    let done = done.map_err(|error| CliError::of_image(&error))?;
     let text = if args.json { in_json(args, &chain, &done) } else { in_words(args, &chain, &done) };
     output::print(text)
 }

@@ -5,12 +5,12 @@
 
 use std::path::Path;
 
-use crate::error::{CliError, plain};
-use crate::size::{human, short};
 use nowait_control::{
     AddExport, AddFrontend, Client, ClientError, ConnectionInfo, ExportInfo, LimitsInfo,
     PatchExport, SnapshotReport, SnapshotRequest, UpgradeReport, UpgradeRequest,
 };
+use nowait_daemon::error::{CliError, plain};
+use nowait_daemon::size::{human, short};
 use nowait_remote::Location;
 use serde::Serialize;
 use serde_json::json;
@@ -21,7 +21,8 @@ use crate::args::control_args::{
 };
 use crate::args::upgrade_args::UpgradeArgs;
 use crate::control_client::{at, no_server, the_client};
-use crate::{control_socket, output};
+use crate::output;
+use nowait_daemon::control::control_socket;
 
 /// Shows the servers.
 ///

@@ -13,10 +13,12 @@ use nowait_copy::{Lost, Options, Phase, Progress, Report};
 use serde_json::{Value, json};
 
 use crate::args::copy_args::CopyArgs;
-use crate::error::{CliError, os_message, plain};
-use crate::size::human;
-use crate::waiting::Waiting;
-use crate::{output, secrets, signals};
+use crate::output;
+use nowait_daemon::disks::waiting::Waiting;
+use nowait_daemon::endpoints::signals;
+use nowait_daemon::error::{CliError, os_message, plain};
+use nowait_daemon::secrets;
+use nowait_daemon::size::human;
 
 const STYLE: &str = "{msg:9} [{bar:24}] {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left";
 

@@ -7,9 +7,10 @@ use nowait_remote::Location;
 use serde_json::json;
 
 use crate::args::change_args::{CreateArgs, Preallocate};
-use crate::error::{CliError, plain};
-use crate::size::human;
-use crate::{open_chain, output, waiting};
+use crate::output;
+use nowait_daemon::disks::waiting;
+use nowait_daemon::error::{CliError, plain};
+use nowait_daemon::size::human;
 
 pub(crate) fn run(args: &CreateArgs) -> Result<(), CliError> {
     let location = args.backing.as_ref().map(|name| Location::parse_backing(&name.clone().into()));
@@ -19,7 +20,7 @@ pub(crate) fn run(args: &CreateArgs) -> Result<(), CliError> {
     let open = || nowait_remote::open_backings(&urls, &remote);
     let storages = waiting::on(&urls, open);
     let options = CreateOptions {
-        backing_storages: storages.map_err(|error| open_chain::failed(&error))?,
+        backing_storages: storages.map_err(|error| CliError::of_image(&error))?,
         backing: args.backing.clone(),
         backing_format: args.backing_format,
         backing_dirs: args.backing_dir.clone(),
@@ -28,7 +29,7 @@ pub(crate) fn run(args: &CreateArgs) -> Result<(), CliError> {
         preallocation: args.preallocation.what(),
         ..CreateOptions::new(args.format(), args.size)
     };
-    let size = create(&args.image, &options).map_err(|error| open_chain::failed(&error))?;
+    let size = create(&args.image, &options).map_err(|error| CliError::of_image(&error))?;
     let text = if args.json { in_json(args, size) } else { in_words(args, size) };
     output::print(
         text + "

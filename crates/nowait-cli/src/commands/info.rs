@@ -19,10 +19,11 @@ use serde_json::{Value, json};
 
 use crate::args::info_args::InfoArgs;
 use crate::commands::info_remote;
-use crate::error::{CliError, open_message, os_message, plain};
 use crate::header_lines::header_lines;
-use crate::size::human;
-use crate::{open_chain, output};
+use crate::output;
+use nowait_daemon::error::{CliError, open_message, os_message, plain};
+use nowait_daemon::size::human;
+use nowait_daemon::summary;
 
 /// The unit of `st_blocks`, whatever the file system's own block size (stat(2)).
 const STAT_BLOCK_BYTES: u64 = 512;
@@ -97,7 +98,7 @@ fn gather(image: &Path, format: Option<Format>) -> Result<Facts, CliError> {
         }
     };
     let file = File::open(image).map_err(|error| cannot("open", error))?;
-    let failed = |error: ImageError| open_chain::failed(&error);
+    let failed = |error: ImageError| CliError::of_image(&error);
     let host = ImageFile::open(image, false).map_err(failed)?;
     let signature = Signature::probe(&host).ok().flatten();
     let format = format.map_or_else(|| Format::probe(&host), Ok).map_err(failed)?;
@@ -158,14 +159,6 @@ fn direct(file: BorrowedFd<'_>) -> Direct {
             }
             Err(error) => Direct::Impossible(error.to_string()),
         },
-    }
-}
-
-/// How much buffer memory rings may register here.
-pub(crate) fn registrable() -> String {
-    match RegisteredMemory::of_this_process().limit_bytes {
-        Some(bytes) => format!("up to {}, an eighth of ulimit -l", human(bytes as u64)),
-        None => "all, for no limit on locked memory applies".into(),
     }
 }
 
@@ -236,7 +229,7 @@ impl Queue {
 
     fn registered(&self) -> Option<String> {
         match self {
-            Self::Uring(_) => Some(registrable()),
+            Self::Uring(_) => Some(summary::registrable()),
             Self::Threads(_) => None,
         }
     }

@@ -9,9 +9,9 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::error::{CliError, os_message, plain};
-use crate::size::human;
 use nowait::{ByteRange, ExtentStatus, Storage};
+use nowait_daemon::error::{CliError, os_message, plain};
+use nowait_daemon::size::human;
 use nowait_image::{Format, ImageFile, ImageInfo};
 use nowait_remote::{
     Location, NbdOptions, NbdStorage, ObjectStorage, RbdOptions, RbdStorage, StoreCounts,
@@ -20,7 +20,8 @@ use serde_json::{Value, json};
 
 use crate::args::info_args::InfoArgs;
 use crate::header_lines::header_lines;
-use crate::{open_chain, output, waiting};
+use crate::output;
+use nowait_daemon::disks::waiting;
 
 /// Extents that are counted at most; what follows is not told.
 const MAX_EXTENTS: usize = 1 << 20;
@@ -119,7 +120,7 @@ fn header(
     storage: Arc<dyn Storage>,
 ) -> Result<Option<ImageInfo>, CliError> {
     let file = ImageFile::on_storage(image.to_owned(), storage);
-    format.info(&file, image).map_err(|error| open_chain::failed(&error))
+    format.info(&file, image).map_err(|error| CliError::of_image(&error))
 }
 
 impl Facts {

@@ -7,8 +7,9 @@ use std::io::{self, BufWriter, Write};
 use nowait_image::{ChainOptions, map};
 
 use crate::args::image_args::{MapArgs, MapOutput};
-use crate::error::CliError;
-use crate::{open_chain, output};
+use crate::open_chain;
+use crate::output;
+use nowait_daemon::error::CliError;
 
 pub(crate) fn run(args: &MapArgs) -> Result<(), CliError> {
     let chain = open_chain::open(&args.image, ChainOptions::default())?;
@@ -17,6 +18,6 @@ pub(crate) fn run(args: &MapArgs) -> Result<(), CliError> {
         MapOutput::Human => map::write_table(&chain, &mut out),
         MapOutput::Json => map::write_json(&chain, &mut out),
     };
-    written.map_err(|error| open_chain::failed(&error))?;
+    written.map_err(|error| CliError::of_image(&error))?;
     out.flush().map_err(|error| output::print_failure(&error))
 }

@@ -13,7 +13,6 @@ pub(crate) mod control;
 pub(crate) mod top_layout;
 #[cfg(feature = "control")]
 pub(crate) mod top;
-pub(crate) mod serve;
 pub(crate) mod copy;
 pub(crate) mod bench;
 pub(crate) mod setup;

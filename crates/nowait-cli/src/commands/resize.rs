@@ -7,9 +7,10 @@ use nowait_image::{ChainOptions, Purpose};
 use serde_json::json;
 
 use crate::args::change_args::ResizeArgs;
-use crate::error::{CliError, plain};
-use crate::size::human;
-use crate::{open_chain, output};
+use crate::open_chain;
+use crate::output;
+use nowait_daemon::error::{CliError, plain};
+use nowait_daemon::size::human;
 
 pub(crate) fn run(args: &ResizeArgs) -> Result<(), CliError> {
     let options = ChainOptions {
@@ -27,7 +28,7 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<(), CliError> {
             format_args!("a disk of {old} bytes cannot change by that"),
         ));
     };
-    let size = resize(&chain, wanted, args.shrink).map_err(|error| open_chain::failed(&error))?;
+    let size = resize(&chain, wanted, args.shrink).map_err(|error| CliError::of_image(&error))?;
     let text = if args.json {
         json!({
             "image": path.to_string_lossy(),

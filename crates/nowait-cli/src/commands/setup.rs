@@ -13,8 +13,8 @@ use clap_mangen::roff::{Inline, Roff, bold, italic, roman};
 
 use crate::args::Cli;
 use crate::args::setup_args::{CompletionsArgs, ManArgs};
-use crate::error::{CliError, os_message, plain};
 use crate::output;
+use nowait_daemon::error::{CliError, os_message, plain};
 
 /// The most values of an option that a synopsis lists.
 const MAX_VALUES: usize = 6;

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::error::{CliError, os_message};
 use crossterm::event::{self, Event, KeyCode, KeyModifiers};
 use crossterm::terminal::{self, ClearType, EnterAlternateScreen, LeaveAlternateScreen};
 use crossterm::{cursor, execute, queue, style};
 use nowait_control::{Client, ClientError, ConnectionInfo, ExportInfo, Load, ServerInfo, paths};
+use nowait_daemon::error::{CliError, os_message};
 use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGTERM};
 

@@ -3,9 +3,9 @@
 //! Invariant: columns that have no place are left out in a fixed order, the latencies before the
 //! errors; a text of a client has no control characters.
 
-use crate::error::plain;
-use crate::size::short;
 use nowait_control::{BucketLimit, ConnectionInfo, ExportInfo, LimitsInfo, Load, ServerInfo};
+use nowait_daemon::error::plain;
+use nowait_daemon::size::short;
 
 use crate::commands::control::duration;
 

@@ -6,8 +6,8 @@ use nowait_server::{UblkError, UblkStatus, ublk_devices, ublk_features, ublk_sto
 use serde_json::json;
 
 use crate::args::ublk_args::{UblkAction, UblkCommand};
-use crate::error::{CliError, plain};
 use crate::output;
+use nowait_daemon::error::{CliError, plain};
 
 /// Lists or removes devices.
 ///

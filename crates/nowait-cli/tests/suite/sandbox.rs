@@ -14,7 +14,7 @@ use std::process::Command;
 use std::sync::mpsc::channel;
 use std::thread;
 
-use nowait_cli::sandbox::{self, FileAccess, Mode as SandboxMode};
+use nowait_daemon::sandbox::{self, FileAccess, Mode as SandboxMode};
 use nowait_testkit::nbd::{Client, Mode};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketType};

@@ -3,7 +3,7 @@
 //! Checked: no program but the server's own is started, and one at a time; only the recorded one gives credentials; no file is changed or removed that is not one of
 //! the names that were recorded; no image, directory or socket is accepted that the command line does not give.
 
-use nowait_cli::fuzz::TakenOverServer;
+use nowait_daemon::fuzz::TakenOverServer;
 
 use super::image::scratch;
 use crate::target::{Check, Target};

@@ -1,0 +1,7 @@
+//! The control interface of a server: its sockets, and what it does for who asks there.
+
+pub mod control_socket;
+pub mod token_file;
+pub(crate) mod control_tcp;
+pub(crate) mod running_server;
+pub(crate) mod control_interface;

@@ -1,0 +1,471 @@
+//! What the control interface of a running server does with its exports and their images.
+//!
+//! Invariant: what a request names is opened only where the user has allowed it.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use nowait::RegisteredMemory;
+use nowait_control::{
+    AddExport, AddFrontend, BucketInfo, ConnectionInfo, ControlError, ControlledServer, ExportInfo,
+    FrontendInfo, NbdServerInfo, PatchExport, ServerInfo, SnapshotReport, SnapshotRequest,
+    StoreInfo, UpgradeReport, UpgradeRequest,
+};
+use nowait_image::{NamedStorages, formats};
+use nowait_remote::{LinkCounts, StoreCounts};
+use nowait_server::{AnyExport, ExportId, ExportStatus, Exports, Limits, Listener};
+use rustix::io::Errno;
+
+use crate::config::export_spec::{NamedExport, parse_name};
+use crate::config::listen_address;
+use crate::disks::allowed_places::{AllowedPlaces, absolute};
+use crate::disks::image_exchange::ImageExchange;
+use crate::disks::open_disk::{Common, ImageIdentity, OpenedDisk};
+use crate::disks::served_disks::{ServedDisk, ServedDisks, change_settings};
+use crate::error::CliError;
+use crate::upgrade::hand_over::{Upgrades, hand_over};
+use crate::upgrade::messages::ExportState;
+use crate::upgrade::parked_disks::ParkedDisks;
+
+/// How long an export that is removed may take to end its requests.
+const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
+/// The most places where an export that is added can be reached beside the server's addresses.
+const MAX_FRONTENDS: usize = 16;
+/// The most images below it that a request for an export names.
+const MAX_BACKINGS: usize = 16;
+
+/// What the exports that are added later have in common.
+pub(crate) struct Additions {
+    pub(crate) common: Common,
+    pub(crate) allowed: AllowedPlaces,
+    pub(crate) max_connections: u32,
+    pub(crate) places: Places,
+}
+
+/// Where an export of a name can be reached.
+pub(crate) type Places = Box<dyn Fn(&NamedExport) -> Vec<String> + Send + Sync>;
+
+/// Which process serves.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum Serving {
+    #[default]
+    Here,
+    /// Another one, since an upgrade.
+    Elsewhere,
+}
+
+/// A running server, as its control interface sees it.
+pub(crate) struct RunningServer {
+    exports: Exports,
+    disks: ServedDisks,
+    additions: Additions,
+    /// Held by each change, from its look at the exports to its end: no image is opened twice, and no change comes
+    /// between the state that an upgrade passes on and the moment from which another process serves.
+    changing: Mutex<Serving>,
+    upgrades: Upgrades,
+    since: Instant,
+}
+
+impl RunningServer {
+    /// The server of `exports`, whose images are `disks`.
+    pub(crate) fn new(
+        exports: Exports,
+        disks: ServedDisks,
+        additions: Additions,
+        upgrades: Upgrades,
+    ) -> Self {
+        let (changing, since) = (Mutex::default(), Instant::now());
+        Self { exports, disks, additions, changing, upgrades, since }
+    }
+
+    /// Waits for the change that is being made, if there is one: an upgrade takes 30 s at most, a removal 10.
+    fn begin_change(&self) -> Result<MutexGuard<'_, Serving>, ControlError> {
+        let serving = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        match *serving {
+            Serving::Here => Ok(serving),
+            Serving::Elsewhere => Err(ControlError::Unavailable(
+                "another process serves since an upgrade: ask it again".into(),
+            )),
+        }
+    }
+
+    fn image_exchange(&self, id: ExportId) -> ImageExchange<'_> {
+        let Self { exports, disks, .. } = self;
+        ImageExchange { exports, disks, id }
+    }
+
+    fn id_of(&self, id: u64) -> Result<ExportId, ControlError> {
+        self.exports.with_number(id).ok_or_else(no_such_export)
+    }
+
+    /// An export as of `status`, whose image is `served`, unless it was removed meanwhile.
+    fn info_of(status: ExportStatus, served: Option<&ServedDisk>) -> ExportInfo {
+        let mut info = ExportInfo {
+            id: status.id.number(),
+            size_bytes: status.size,
+            read_only: status.read_only,
+            members: status.members as u64,
+            in_flight: status.in_flight as u64,
+            frontends: FrontendInfo::of_all(&status.totals),
+            mechanisms: status
+                .mechanisms
+                .into_iter()
+                .map(|(n, count)| (n.to_owned(), count))
+                .collect(),
+            limits: status.limits.into(),
+            connection_limits: status.client_limits.into(),
+            weight: status.weight,
+            name: status.name,
+            description: status.description,
+            ..ExportInfo::default()
+        };
+        if let Some(served) = served {
+            let OpenedDisk { named, image, .. } = &served.disk;
+            info.image = named.full_name().to_string_lossy().into_owned();
+            info.format = image.format().name().to_owned();
+            info.direct_io = image.is_direct();
+            info.places.clone_from(&served.places);
+        }
+        info
+    }
+
+    /// The exports, for a program that takes over.
+    fn states(&self) -> Vec<ExportState> {
+        let state = |served: &ServedDisk| {
+            let OpenedDisk { named, image, options, description, .. } = &served.disk;
+            let changes = self.exports.changes_of(served.id);
+            let changes = changes.map(|changes| PatchExport {
+                limits: Some(changes.limits.into()),
+                connection_limits: Some(changes.client_limits.into()),
+                weight: Some(changes.weight).filter(|weight| *weight != Exports::DEFAULT_WEIGHT),
+                read_only: Some(changes.read_only).filter(|read_only| *read_only),
+                ..PatchExport::default()
+            });
+            ExportState {
+                name: named.name.clone(),
+                description: description.clone(),
+                image: named.full_name().into(),
+                format: options.format.map(|format| format.name().to_owned()),
+                settled_raw: options.format.is_none() && image.format().is_raw(),
+                read_only: !options.writable,
+                backing_dirs: options.backing_dirs.iter().map(|dir| dir.clone().into()).collect(),
+                backing: options.backing_storages.names().map(str::to_owned).collect(),
+                changes: changes.unwrap_or_default(),
+            }
+        };
+        self.disks.lock().iter().map(state).collect()
+    }
+
+    /// Numbers of the local block devices, each with the index of its export.
+    fn nodes(&self) -> Vec<(usize, u32)> {
+        let disks = self.disks.lock();
+        let all = disks.iter().enumerate();
+        all.filter_map(|(at, served)| Some((at, served.node()?.id()))).collect()
+    }
+
+    /// The storages that all exports may stand on, and those of `backing`, which are opened unless
+    /// another export stands on them.
+    fn storages_below(&self, backing: &[String]) -> Result<NamedStorages, ControlError> {
+        let Additions { common, allowed, .. } = &self.additions;
+        if backing.len() > MAX_BACKINGS {
+            let why = format!("an export names at most {MAX_BACKINGS} images below it");
+            return Err(ControlError::Invalid(why));
+        }
+        let mut storages = common.options.backing_storages.clone();
+        for name in backing {
+            if storages.get(name).is_some() {
+                continue;
+            }
+            let location = allowed.backing(name)?;
+            let of_another =
+                |served: &ServedDisk| served.disk.options.backing_storages.get(name).cloned();
+            let open = || nowait_remote::open_storage(&location, true, &common.remote);
+            let shared = self.disks.lock().iter().find_map(of_another);
+            let storage = shared.map_or_else(open, Ok).map_err(conflict)?;
+            storages.add(name.clone(), storage);
+        }
+        Ok(storages)
+    }
+
+    /// Refuses what can be told to be impossible before anything is changed.
+    fn check_change(&self, id: ExportId, change: &PatchExport) -> Result<(), ControlError> {
+        let limits = [change.limits, change.connection_limits];
+        if !limits.into_iter().flatten().all(|limits| Limits::from(limits).is_valid()) {
+            let why = "a limit has a size of at least 1 and a refill_time of 1 to 86400000";
+            return Err(ControlError::Invalid(why.into()));
+        }
+        if change.weight.is_some_and(|weight| !Exports::WEIGHTS.contains(&weight)) {
+            return Err(ControlError::Invalid("a weight is 1 to 10000".into()));
+        }
+        let disks = self.disks.lock();
+        let image = disks.iter().find(|served| served.id == id).map(|served| &served.disk.image);
+        match (change.read_only, image) {
+            (Some(false), Some(image)) if image.is_read_only() => {
+                Err(conflict("its image was opened for reading only"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Listens at the sockets of `frontends`. Returns them and where they are.
+    fn listen(
+        &self,
+        frontends: Vec<AddFrontend>,
+    ) -> Result<(Vec<Listener>, Vec<String>), ControlError> {
+        if frontends.len() > MAX_FRONTENDS {
+            let why = format!("an export has at most {MAX_FRONTENDS} frontends");
+            return Err(ControlError::Invalid(why));
+        }
+        let listen = |AddFrontend::VhostUser(path): AddFrontend| {
+            let path = self.additions.allowed.socket(&path)?;
+            let shown = path.display();
+            listen_address::unix(path.clone()).map_err(ControlError::Invalid)?;
+            let listener =
+                Listener::unix(&path).map_err(|error| conflict(format!("{shown}: {error}")))?;
+            Ok((listener, format!("vhost-user:{shown}")))
+        };
+        frontends.into_iter().map(listen).collect()
+    }
+}
+
+fn no_such_export() -> ControlError {
+    ControlError::NotFound("there is no such export".into())
+}
+
+fn failed(error: impl ToString) -> ControlError {
+    ControlError::Failed(error.to_string())
+}
+
+/// An image that cannot be added. The options that would allow files beside it are the server's; the
+/// request has none.
+fn refused_image(error: &CliError) -> ControlError {
+    let of_server = |text: String, option: &str| {
+        text.replace(
+            &format!("(allow it with {option} "),
+            &format!("(allow it with nowait serve {option} "),
+        )
+    };
+    conflict(["--backing-dir", "--data-file"].into_iter().fold(error.to_string(), of_server))
+}
+
+fn conflict(error: impl ToString) -> ControlError {
+    ControlError::Conflict(error.to_string())
+}
+
+/// The objects that images are read from.
+fn stores() -> Vec<StoreInfo> {
+    let info = |(url, counts): (String, StoreCounts)| StoreInfo {
+        url,
+        hits: counts.hits,
+        misses: counts.misses,
+        corrupt: counts.corrupt,
+        stored: counts.stored,
+        fetched_bytes: counts.fetched_bytes,
+        requests: counts.requests(),
+        retries: counts.retries,
+        sum_seconds: counts.latency_sum.as_secs_f64(),
+        buckets: counts
+            .latencies()
+            .map(|(bound, requests)| BucketInfo {
+                below_seconds: bound.is_finite().then_some(bound),
+                requests,
+            })
+            .collect(),
+    };
+    nowait_remote::open_stores().into_iter().map(info).collect()
+}
+
+/// The exports of other NBD servers that images are in.
+fn nbd_servers() -> Vec<NbdServerInfo> {
+    let info = |(uri, counts): (String, LinkCounts)| NbdServerInfo {
+        uri,
+        connected: counts.connected,
+        reconnects: counts.reconnects,
+        asked_again: counts.asked_again,
+        unflushed_bytes: counts.unflushed_bytes,
+    };
+    nowait_remote::open_links().into_iter().map(info).collect()
+}
+
+impl ControlledServer for RunningServer {
+    fn info(&self) -> ServerInfo {
+        let (block_memory_bytes, max_block_memory_bytes) = nowait_remote::block_memory();
+        ServerInfo {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            pid: std::process::id(),
+            uptime_seconds: self.since.elapsed().as_secs_f64(),
+            connections: self.exports.connections().len() as u64,
+            max_connections: u64::from(self.additions.max_connections),
+            registered_bytes: RegisteredMemory::of_this_process().bytes as u64,
+            warnings: self.upgrades.warning().map(str::to_owned).into_iter().collect(),
+            stores: stores(),
+            block_memory_bytes,
+            max_block_memory_bytes,
+            nbd_servers: nbd_servers(),
+            // The interface knows who follows it.
+            ..ServerInfo::default()
+        }
+    }
+
+    fn exports(&self) -> Vec<ExportInfo> {
+        let (status, disks) = (self.exports.status(), self.disks.lock());
+        let served: BTreeMap<_, _> = disks.iter().map(|served| (served.id, served)).collect();
+        let info = |status: ExportStatus| {
+            let served = served.get(&status.id).copied();
+            Self::info_of(status, served)
+        };
+        status.into_iter().map(info).collect()
+    }
+
+    fn find(&self, name: &str) -> Option<u64> {
+        self.exports.find(name).map(ExportId::number)
+    }
+
+    fn export(&self, id: u64) -> Result<ExportInfo, ControlError> {
+        let status = self.exports.status_of(self.id_of(id)?).ok_or_else(no_such_export)?;
+        let disks = self.disks.lock();
+        let served = disks.iter().find(|served| served.id == status.id);
+        Ok(Self::info_of(status, served))
+    }
+
+    fn connections(&self) -> Vec<ConnectionInfo> {
+        let names: BTreeMap<_, _> = self.exports.list().into_iter().collect();
+        let now = SystemTime::now();
+        let info = |status: nowait_server::ConnectionStatus| ConnectionInfo {
+            id: status.id,
+            frontend: status.frontend.name().to_owned(),
+            peer: status.peer,
+            export: status.export.and_then(|id| names.get(&id).cloned()),
+            tls: status.tls,
+            age_seconds: now.duration_since(status.since).unwrap_or_default().as_secs_f64(),
+        };
+        self.exports.connections().into_iter().map(info).collect()
+    }
+
+    fn add(&self, export: AddExport) -> Result<ExportInfo, ControlError> {
+        let AddExport { name, path, backing, format, read_only, description, frontends } = export;
+        let name = parse_name(&name).map_err(ControlError::Invalid)?;
+        let image = self.additions.allowed.image(&path)?;
+        let format = match format.as_deref() {
+            None => None,
+            Some(name) => match formats::by_name(name) {
+                Some(format) => Some(format),
+                None => {
+                    let names = formats::names(false);
+                    return Err(ControlError::Invalid(format!("the formats are {names}")));
+                }
+            },
+        };
+        let _changing = self.begin_change()?;
+        let identity = ImageIdentity::of(&image);
+        let is_it = |other: &ServedDisk| other.disk.identity.is_same(&identity);
+        let same = self.disks.lock().iter().any(is_it);
+        if same && !read_only {
+            return Err(conflict(format!("{}: it is served already", image.display())));
+        }
+        let named = NamedExport { name, image };
+        let Additions { common, allowed, .. } = &self.additions;
+        let mut options = common.options.clone();
+        (options.format, options.writable) = (format, !read_only);
+        options.no_links = !named.is_remote();
+        options.backing_dirs.extend(allowed.directories.iter().cloned());
+        options.backing_storages = self.storages_below(&backing)?;
+        let mut places = (self.additions.places)(&named);
+        let disk = OpenedDisk::open_anywhere(named, options, description, common)
+            .map_err(|error| refused_image(&error))?;
+        let (listeners, sockets) = self.listen(frontends)?;
+        places.extend(sockets);
+        let export = disk.export();
+        let id = self.exports.add(listeners.into_iter().fold(export, AnyExport::at_vhost_user));
+        let id = id.map_err(|error| match Errno::from_raw_os_error(error.errno()) {
+            Errno::EXIST => conflict("there is an export of that name"),
+            _ => failed(error),
+        })?;
+        self.disks.lock().push(ServedDisk { id, disk, places, ublk: None });
+        self.export(id.number())
+    }
+
+    fn remove(&self, id: u64, hard: bool) -> Result<(), ControlError> {
+        let _changing = self.begin_change()?;
+        let id = self.id_of(id)?;
+        let node = || {
+            let disks = self.disks.lock();
+            // The first is the default export, whose node does not matter.
+            let served = disks.iter().skip(1).find(|served| served.id == id)?;
+            served.node().map(|device| (device.node(), device.id()))
+        };
+        let removed = match hard {
+            true => self.exports.remove_by_force(id, REMOVE_TIMEOUT),
+            false => self.exports.remove_unused(id, REMOVE_TIMEOUT),
+        };
+        removed.map_err(|error| match Errno::from_raw_os_error(error.errno()) {
+            Errno::USERS => {
+                let all = self.exports.connections();
+                let count = all.iter().filter(|client| client.export == Some(id)).count();
+                conflict(format!("{count} clients use it (mode=hard disconnects them)"))
+            }
+            Errno::BUSY => conflict(match node() {
+                Some((node, number)) => {
+                    format!("it is {node} ('nowait ublk stop {number}' removes that)")
+                }
+                None => "the default export cannot be removed".into(),
+            }),
+            Errno::TIMEDOUT => conflict("clients are left; it ends with the last one"),
+            Errno::NOENT => no_such_export(),
+            _ => failed(error),
+        })?;
+        let served = {
+            let mut disks = self.disks.lock();
+            let at = disks.iter().position(|served| served.id == id);
+            at.map(|at| disks.remove(at))
+        };
+        served.map_or(Ok(()), |served| served.disk.close(true)).map_err(failed)
+    }
+
+    fn change(&self, id: u64, change: PatchExport) -> Result<ExportInfo, ControlError> {
+        let _changing = self.begin_change()?;
+        let id = self.id_of(id)?;
+        self.check_change(id, &change)?;
+        if let Some(size) = change.size_bytes {
+            self.image_exchange(id).resize(size, change.shrink)?;
+        }
+        change_settings(&self.exports, id, &change).map_err(failed)?;
+        self.export(id.number())
+    }
+
+    fn flush(&self, id: u64) -> Result<(), ControlError> {
+        // Without the lock, because a flush waits for the storage as long as that takes. One that ran beside an
+        // upgrade may have found nothing to flush.
+        drop(self.begin_change()?);
+        let id = self.id_of(id)?;
+        let flushed = self.exports.flush(id);
+        drop(self.begin_change()?);
+        flushed.map_err(failed)
+    }
+
+    fn snapshot(&self, id: u64, request: SnapshotRequest) -> Result<SnapshotReport, ControlError> {
+        let _changing = self.begin_change()?;
+        let id = self.id_of(id)?;
+        let overlay = self.additions.allowed.new_image(&request.overlay)?;
+        self.image_exchange(id).snapshot(&overlay)
+    }
+
+    fn upgrade(&self, upgrade: UpgradeRequest) -> Result<UpgradeReport, ControlError> {
+        let binary = upgrade.binary.as_deref().map(|path| absolute(Path::new(path))).transpose()?;
+        let mut serving = self.begin_change()?;
+        let park = || ParkedDisks::new(&self.exports, self.disks.lock());
+        let report = hand_over(&self.upgrades, binary, self.states(), &self.nodes(), park)?;
+        *serving = Serving::Elsewhere;
+        Ok(report)
+    }
+
+    fn disconnect(&self, id: u64) -> Result<(), ControlError> {
+        let _changing = self.begin_change()?;
+        match self.exports.disconnect(id) {
+            true => Ok(()),
+            false => Err(ControlError::NotFound("there is no such connection".into())),
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! Where clients of a server connect: sockets that are bound for it, and those handed over.
+//!
+//! Invariant: a socket that is bound here and has a path is removed at the end; one that was handed
+//! over is not.
+
+pub(crate) mod tls_files;
+pub(crate) mod reload;
+pub mod signals;
+pub(crate) mod ready_lines;
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+
+use nowait_nbd::Address;
+use nowait_server::{AnyExport, Listener};
+
+use crate::config::ServeConfig;
+use crate::config::export_spec::NamedExport;
+use crate::config::vhost_user_spec::DevicePlace;
+use crate::disks::default_image::{self, DefaultSocket};
+use crate::disks::open_disk::OpenedDisk;
+use crate::disks::ublk_nodes::UblkNodes;
+use crate::endpoints::signals::Ending;
+use crate::error::{CliError, create_message, os_message};
+use crate::process::systemd;
+use crate::upgrade::messages::ListenerState;
+use crate::upgrade::take_over::HandedListener;
+
+/// The bound sockets of a server, and what is removed with them.
+pub(crate) struct Endpoints {
+    pub(crate) listeners: Vec<Listener>,
+    /// The addresses of all, those that were handed over first.
+    pub(crate) listens: Vec<Address>,
+    /// How many were handed over.
+    pub(crate) inherited: usize,
+    /// The socket of a server without an address.
+    pub(crate) default_socket: Option<Arc<DefaultSocket>>,
+    /// All sockets, for a program that takes over.
+    pub(crate) states: Vec<(ListenerState, OwnedFd)>,
+}
+
+impl Endpoints {
+    /// The sockets `handed` over by another process, or else those of [`Endpoints::bind`].
+    ///
+    /// # Errors
+    /// An address is in use or cannot be bound; there are not enough descriptors.
+    pub(crate) fn open(
+        config: &ServeConfig,
+        image: &Path,
+        is_ublk: bool,
+        inherited: Vec<(Listener, Address)>,
+        handed: Option<Vec<HandedListener>>,
+        ending: &Ending,
+    ) -> Result<Self, CliError> {
+        match handed {
+            Some(handed) => Self::taken_over(handed, ending),
+            None => {
+                let is_device = is_ublk || !config.vhost_user.is_empty();
+                Self::bind(config, image, is_device, inherited, ending)
+            }
+        }
+    }
+
+    /// Binds the addresses of `config` beside the `inherited` ones; the default one for `image` if
+    /// there are none and clients have no other way (`is_device`).
+    ///
+    /// # Errors
+    /// An address is in use or cannot be bound.
+    fn bind(
+        config: &ServeConfig,
+        image: &Path,
+        is_device: bool,
+        inherited: Vec<(Listener, Address)>,
+        ending: &Ending,
+    ) -> Result<Self, CliError> {
+        let given = config.nbd.clone();
+        let needs_socket = given.is_empty() && inherited.is_empty() && !is_device;
+        let default_socket = needs_socket.then(|| default_image::socket(image)).transpose()?;
+        let default_socket = default_socket.map(Arc::new);
+        default_socket.iter().for_each(|socket| ending.removes(socket));
+        let listens = match &default_socket {
+            Some(socket) => std::slice::from_ref(&socket.listen),
+            None => &given[..],
+        };
+        let count = inherited.len();
+        let (listeners, listens) = bind(inherited, listens)?;
+        Self::of(listeners, listens, count, default_socket)
+    }
+
+    /// The sockets that another process has handed over: nothing is bound.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`: there are not enough descriptors.
+    fn taken_over(mut handed: Vec<HandedListener>, ending: &Ending) -> Result<Self, CliError> {
+        handed.sort_by_key(|handed| handed.listener.is_own());
+        let inherited = handed.iter().filter(|handed| !handed.listener.is_own()).count();
+        let default_socket = handed.iter().find_map(|handed| {
+            let temporary = handed.temporary.clone()?;
+            Some(Arc::new(DefaultSocket::handed_over(handed.address.clone(), temporary)))
+        });
+        default_socket.iter().for_each(|socket| ending.removes(socket));
+        let (listeners, listens) =
+            handed.into_iter().map(|handed| (handed.listener, handed.address)).unzip();
+        Self::of(listeners, listens, inherited, default_socket)
+    }
+
+    fn of(
+        listeners: Vec<Listener>,
+        listens: Vec<Address>,
+        inherited: usize,
+        default_socket: Option<Arc<DefaultSocket>>,
+    ) -> Result<Self, CliError> {
+        let directory = default_socket.as_ref().and_then(|socket| socket.temporary());
+        let state = |(listener, address): (&Listener, &Address)| {
+            let temporary = directory.filter(|_| listener.is_own());
+            ListenerState::of(listener, address, temporary)
+        };
+        let states = listeners.iter().zip(&listens).map(state).collect::<io::Result<_>>();
+        let states = states.map_err(|error| CliError::new(os_message(&error)))?;
+        Ok(Self { listeners, listens, inherited, default_socket, states })
+    }
+}
+
+/// The connections of virtual machines that were handed over, by their descriptors; none if this
+/// program takes over those of another one. To be called before this process opens any descriptor.
+pub(crate) fn connections(
+    config: &ServeConfig,
+    takes_over: bool,
+) -> Result<HashMap<i32, UnixStream>, CliError> {
+    if takes_over {
+        return Ok(HashMap::new());
+    }
+    let numbers = config.vhost_user.iter().filter_map(|socket| match socket.socket {
+        DevicePlace::Descriptor(number) => Some(number),
+        DevicePlace::Path(_) | DevicePlace::ConnectsTo(_) => None,
+    });
+    numbers.map(|number| Ok((number, systemd::connection(number)?))).collect()
+}
+
+/// Binds every address. Returns the inherited listeners first, then the new ones in their order.
+fn bind(
+    inherited: Vec<(Listener, Address)>,
+    listens: &[Address],
+) -> Result<(Vec<Listener>, Vec<Address>), CliError> {
+    let (mut listeners, mut bound_to): (Vec<_>, Vec<_>) = inherited.into_iter().unzip();
+    for listen in listens {
+        let bound = match listen {
+            Address::Unix(path) => Listener::unix(path).map(|listener| vec![listener]),
+            Address::Tcp { host, port } => Listener::tcp(host, *port),
+        };
+        let bound = bound.map_err(|error| bind_failure(listen, &error))?;
+        bound_to.push(match (listen, bound.first().and_then(Listener::tcp_address)) {
+            (Address::Tcp { host, .. }, Some(address)) => {
+                Address::Tcp { host: host.clone(), port: address.port() }
+            }
+            (listen, _) => listen.clone(),
+        });
+        listeners.extend(bound);
+    }
+    Ok((listeners, bound_to))
+}
+
+/// The exports of `all`, each with its vhost-user sockets, which come later if they are those of
+/// another program.
+pub(crate) fn exports_of(
+    config: &ServeConfig,
+    all: &[OpenedDisk],
+    mut connections: HashMap<i32, UnixStream>,
+    nodes: &UblkNodes,
+    takes_over: bool,
+) -> Result<Vec<AnyExport>, CliError> {
+    let with_node = |(at, opened): (usize, &OpenedDisk)| match nodes.device(at) {
+        Some(device) => opened.export().at_ublk(device),
+        None => opened.export(),
+    };
+    let mut exports: Vec<AnyExport> = all.iter().enumerate().map(with_node).collect();
+    if takes_over {
+        return Ok(exports);
+    }
+    let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
+    for socket in &config.vhost_user {
+        let index = socket.export_of(&named).map_err(CliError::new)?;
+        let export = exports.remove(index);
+        let export = match &socket.socket {
+            DevicePlace::Path(path) => {
+                let listener = Listener::unix(path);
+                let failed = |error| bind_failure(&Address::Unix(path.clone()), &error);
+                export.at_vhost_user(listener.map_err(failed)?)
+            }
+            DevicePlace::ConnectsTo(path) => export.at_listening_vmm(path.clone()),
+            DevicePlace::Descriptor(number) => match connections.remove(number) {
+                Some(connection) => export.at_vhost_user_connection(connection),
+                None => export,
+            },
+        };
+        exports.insert(index, export);
+    }
+    Ok(exports)
+}
+
+fn bind_failure(listen: &Address, error: &io::Error) -> CliError {
+    let (at, hint) = match listen {
+        Address::Unix(path) => (path.display().to_string(), "another path"),
+        Address::Tcp { host, port } => (format!("{host}:{port}"), "another port"),
+    };
+    if let Address::Unix(path) = listen
+        && let Ok(there) = std::fs::symlink_metadata(path)
+        && !there.file_type().is_socket()
+    {
+        let what = if there.is_dir() { "a directory" } else { "a file and no socket" };
+        return CliError::new(format!("{at}: it is {what} (give {hint})"));
+    }
+    if error.kind() == io::ErrorKind::AddrInUse {
+        return CliError::new(format!("{at}: the address is in use (give {hint})"));
+    }
+    CliError::new(format!("{at}: {}", create_message("listen", error)))
+}

@@ -1,0 +1,115 @@
+//! The lines in which a server says that clients can connect, and where.
+//!
+//! Invariant: with `--json` there is one line, an object; where the parent process handed the sockets
+//! over, standard output stays empty without it.
+
+use std::io::{self, Write};
+
+use nowait_nbd::Address;
+use nowait_server::QueueKind;
+use tracing::info;
+
+use crate::config::export_spec::NamedExport;
+use crate::config::{Encryption, ServeConfig};
+use crate::disks::open_disk::OpenedDisk;
+use crate::disks::ublk_nodes::UblkNodes;
+
+/// Prints that clients can connect, and where. The parent process knows inherited sockets, and
+/// standard output may be read by another program then, as in `nbdcopy -- [ nowait serve IMAGE ]
+/// -`: the lines are printed there only with `--json`.
+pub(crate) fn print_ready(config: &ServeConfig, lines: &str, is_inherited: bool) {
+    if is_inherited && !config.json {
+        return lines.lines().for_each(|line| info!("{line}"));
+    }
+    // If standard output is closed, no process waits for the line.
+    let _ = io::stdout().write_all(lines.as_bytes()).and_then(|()| io::stdout().flush());
+}
+
+/// The lines that say where clients can connect; with `--json` one object.
+pub(crate) fn ready_lines(
+    config: &ServeConfig,
+    all: &[OpenedDisk],
+    kind: QueueKind,
+    listens: &[Address],
+    nodes: &UblkNodes,
+) -> String {
+    let queue = match kind {
+        QueueKind::Auto | QueueKind::Uring | QueueKind::Polled => "uring",
+        QueueKind::Threads => "threads",
+    };
+    let sockets = vhost_user_paths(config, all);
+    let exports = all.iter().enumerate().zip(sockets).map(|((at, opened), sockets)| {
+        let mut export = serde_json::json!({
+            "name": opened.named.name,
+            "image": opened.named.image.to_string_lossy(),
+            "format": opened.image.format().name(),
+            "uris": uris(config, listens, &opened.named),
+            "vhost_user": sockets,
+            "size_bytes": opened.image.size(),
+            "read_only": opened.image.is_read_only(),
+            "direct_io": opened.image.is_direct(),
+        });
+        if let Some(node) = nodes.path(at) {
+            export["node"] = node.into();
+        }
+        export
+    });
+    if config.json {
+        let mut ready = serde_json::json!({
+            "event": "ready",
+            "exports": exports.collect::<Vec<_>>(),
+            "tls": match config.encryption() {
+                Encryption::Off => "off",
+                Encryption::Offered(_) => "on",
+                Encryption::Required { .. } => "require",
+            },
+            "queue": queue,
+            "threads": config.threads(),
+            // The former name.
+            "queues": config.threads(),
+            "pid": std::process::id(),
+        });
+        // The keys of the first export are at the top level, too.
+        for key in ["image", "format", "uris", "size_bytes", "read_only", "direct_io"] {
+            ready[key] = ready["exports"][0][key].clone();
+        }
+        format!("{ready}\n")
+    } else {
+        let uris = all.iter().flat_map(|opened| uris(config, listens, &opened.named));
+        let sockets = config.vhost_user.iter();
+        let sockets = sockets.map(|socket| format!("vhost-user:{}", socket.socket));
+        let places = nodes.devices().map(|device| device.node()).chain(uris).chain(sockets);
+        places.map(|place| format!("serving {place}\n")).collect()
+    }
+}
+
+/// The URIs of `named`, one for each address.
+pub(crate) fn uris(config: &ServeConfig, listens: &[Address], named: &NamedExport) -> Vec<String> {
+    let tls = config.requires_tls();
+    listens.iter().map(|listen| listen.uri(&named.name, tls)).collect()
+}
+
+/// The vhost-user sockets of each of `all`.
+pub(crate) fn vhost_user_paths(config: &ServeConfig, all: &[OpenedDisk]) -> Vec<Vec<String>> {
+    let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
+    let mut paths = vec![Vec::new(); all.len()];
+    for socket in &config.vhost_user {
+        let index = socket.export_of(&named).ok();
+        if let Some(its) = index.and_then(|index| paths.get_mut(index)) {
+            its.push(socket.socket.to_string());
+        }
+    }
+    paths
+}
+
+pub(crate) fn print_hint(config: &ServeConfig, listens: &[Address], named: &NamedExport) {
+    if let Some(uri) = uris(config, listens, named).first() {
+        print(format_args!(
+            "try:  nbdinfo '{uri}'\n      qemu-img info '{uri}'\n      nbdcopy '{uri}' copy.img"
+        ));
+    }
+}
+
+pub(crate) fn print(line: std::fmt::Arguments<'_>) {
+    let _ = writeln!(io::stderr(), "{line}");
+}

@@ -1,0 +1,128 @@
+//! The error of a command: a message of one line, made where the failure is detected.
+//!
+//! Invariant: the message names the object concerned first, then what is wrong, then, where the
+//! user can do something about it, what to do; names are escaped by [`plain`], so that it stays one
+//! line.
+
+use std::fmt;
+use std::path::Path;
+
+use nowait_image::ImageError;
+
+pub use nowait_image::{create_message, open_message, os_message, plain};
+
+/// The exit status of most failures. (A wrong command line, which is detected before any work, has
+/// another one.)
+const FAILURE: u8 = 1;
+
+/// A failure that ends the command.
+#[derive(Debug)]
+pub struct CliError {
+    message: String,
+    status: u8,
+}
+
+impl CliError {
+    /// A failure with a message.
+    pub fn new(message: impl Into<String>) -> Self {
+        Self { message: message.into(), status: FAILURE }
+    }
+
+    /// A failure that concerns `path`; `what` is wrong with it.
+    pub fn at(path: &Path, what: impl fmt::Display) -> Self {
+        Self::new(format!("{}: {what}", path.display()))
+    }
+
+    /// A failure that concerns an image.
+    pub fn of_image(error: &ImageError) -> Self {
+        Self::new(error.to_string())
+    }
+
+    /// The same failure with another exit status.
+    pub fn with_status(self, status: u8) -> Self {
+        Self { status, ..self }
+    }
+
+    /// The exit status.
+    pub fn status(&self) -> u8 {
+        self.status
+    }
+}
+
+impl fmt::Display for CliError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&plain(&self.message))
+    }
+}
+
+/// Whether the `query` of a URL is the version of an object and nothing else.
+fn names_version(scheme: &str, query: &str) -> bool {
+    let version = match scheme {
+        "s3" => query.strip_prefix("?versionId="),
+        "gs" => query.strip_prefix("?generation="),
+        "az" => query.strip_prefix("?versionid="),
+        _ => None,
+    };
+    version.is_some_and(|id| id.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._~:".contains(&b)))
+}
+
+/// `text` without what may be a secret in the URLs in it: users and passwords, and what follows `?` or
+/// `#`, such as a signature. The options of NBD URIs, which are paths, stay.
+pub fn without_secrets(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once("://") {
+        let scheme = before.rfind(|c: char| !c.is_ascii_alphanumeric() && c != '+');
+        let scheme = before.get(scheme.map_or(0, |at| at + 1)..).unwrap_or_default();
+        let ends = |c: char| c.is_whitespace() || "'\"<>".contains(c);
+        let (url, later) = after.split_at(after.find(ends).unwrap_or(after.len()));
+        shown.extend([before, "://"]);
+        let (authority, path) = url.split_at(url.find(['/', '?', '#']).unwrap_or(url.len()));
+        match authority.rsplit_once('@') {
+            Some((_, host)) => shown.extend(["…@", host]),
+            None => shown.push_str(authority),
+        }
+        match path.find(['?', '#']).filter(|_| !scheme.starts_with("nbd")) {
+            Some(at) if names_version(scheme, path.get(at..).unwrap_or_default()) => {
+                shown.push_str(path);
+            }
+            Some(at) => {
+                shown.extend([path.get(..=at).unwrap_or_default(), "…"]);
+                shown.extend(path.ends_with(':').then_some(':'));
+            }
+            None => shown.push_str(path),
+        }
+        rest = later;
+    }
+    shown + rest
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_message_has_a_password_or_a_signature_of_a_url() {
+        for (text, shown) in [
+            ("'https://u:p@h/a' is wrong", "'https://…@h/a' is wrong"),
+            ("a=https://h/a?X-Amz-Signature=1&b#c: no", "a=https://h/a?…: no"),
+            ("s3://b/k#part 's3://b/k?sig=1'", "s3://b/k#… 's3://b/k?…'"),
+            ("s3://b/k?versionId=a-b: no", "s3://b/k?versionId=a-b: no"),
+            ("s3://b/k?versionId=a&sig=1", "s3://b/k?…"),
+            ("https://h/k?versionId=a", "https://h/k?…"),
+            ("nbd://u:p@@h/e?tls-certificates=/d", "nbd://…@h/e?tls-certificates=/d"),
+            ("nbd+unix:///?socket=/dir/s is a disk", "nbd+unix:///?socket=/dir/s is a disk"),
+            ("a://b c://d?e", "a://b c://d?…"),
+            ("no URL with '?' or '#' @", "no URL with '?' or '#' @"),
+            ("://", "://"),
+        ] {
+            assert_eq!(without_secrets(text), shown);
+        }
+    }
+
+    #[test]
+    fn a_failure_is_one_line_without_control_characters_for_any_file_name() {
+        let error = CliError::at(Path::new("a\nb\x1b[2J\u{202e}é.img"), "gone");
+        assert_eq!(error.to_string(), r"a\nb\u{1b}[2J\u{202e}é.img: gone");
+    }
+}

@@ -1,0 +1,108 @@
+//! The images and connections of a server that has stopped serving, for a program that takes over.
+//!
+//! Invariant: everything that was written is on storage; the server goes on when this is dropped, with
+//! the images as they are.
+
+use std::collections::BTreeMap;
+use std::os::fd::BorrowedFd;
+use std::sync::MutexGuard;
+use std::time::Instant;
+
+use nowait::Error;
+use nowait_control::ControlError;
+use nowait_server::{ConnectionState, ExportId, Exports, PausedDevice, PausedServer};
+use rustix::io::Errno;
+
+use crate::disks::parallel_map;
+use crate::disks::served_disks::ServedDisk;
+use crate::process::systemd;
+use crate::upgrade::hand_over::{DRAIN_TIMEOUT, Parked};
+
+/// The most threads that flush.
+const FLUSH_THREADS: usize = 16;
+
+/// What is handed over.
+pub(crate) struct ParkedDisks<'a> {
+    disks: MutexGuard<'a, Vec<ServedDisk>>,
+    server: PausedServer,
+    begun: Instant,
+}
+
+impl<'a> ParkedDisks<'a> {
+    /// Stops the server of `exports`, whose images are `disks`.
+    ///
+    /// # Errors
+    /// Requests do not end in time, or a flush fails: then it goes on.
+    pub(crate) fn new(
+        exports: &Exports,
+        disks: MutexGuard<'a, Vec<ServedDisk>>,
+    ) -> Result<Self, ControlError> {
+        let failed = |error: Error| ControlError::Failed(error.to_string());
+        // Clients are served meanwhile, and the flush of the pause has little left to do.
+        for_all(&disks, |served| served.disk.image.flush()).map_err(failed)?;
+        let begun = Instant::now();
+        let server = exports.pause(DRAIN_TIMEOUT).map_err(|error| {
+            let why = match Errno::from_raw_os_error(error.errno()) {
+                Errno::OPNOTSUPP => "the ublk driver of this kernel cannot keep requests back (Linux 6.16 can): restart it",
+                Errno::TIMEDOUT => "requests in flight do not end",
+                _ => "it ends",
+            };
+            ControlError::Conflict(why.into())
+        })?;
+        for_all(&disks, |served| served.disk.image.settle()).map_err(failed)?;
+        Ok(Self { disks, server, begun })
+    }
+
+    /// Each of `all` with the index of its export.
+    fn with_indices<T>(&self, all: Vec<(ExportId, T)>) -> Vec<(usize, T)> {
+        let disks = self.disks.iter().enumerate();
+        let indices: BTreeMap<_, _> = disks.map(|(index, served)| (served.id, index)).collect();
+        let index = |id| indices.get(&id).copied();
+        all.into_iter().filter_map(|(id, it)| Some((index(id)?, it))).collect()
+    }
+}
+
+/// Calls `act` for all `disks`: a storage has ended the flushes of many in the time of one.
+fn for_all(
+    disks: &[ServedDisk],
+    act: impl Fn(&ServedDisk) -> Result<(), Error> + Sync,
+) -> Result<(), Error> {
+    parallel_map::try_map(disks, FLUSH_THREADS, act).map(drop)
+}
+
+impl Parked for ParkedDisks<'_> {
+    fn begun(&self) -> Instant {
+        self.begun
+    }
+
+    fn images(&self) -> Vec<Vec<BorrowedFd<'_>>> {
+        self.disks.iter().map(|served| served.disk.image.held_files()).collect()
+    }
+
+    fn connections(&self) -> Result<Vec<(usize, ConnectionState)>, ControlError> {
+        let states = self.server.connections();
+        let states = states.map_err(|error| ControlError::Failed(error.to_string()))?;
+        Ok(self.with_indices(states))
+    }
+
+    fn devices(&self) -> Result<Vec<(usize, PausedDevice)>, ControlError> {
+        let devices = self.server.devices(DRAIN_TIMEOUT);
+        let devices = devices.map_err(|error| ControlError::Failed(error.to_string()))?;
+        Ok(self.with_indices(devices))
+    }
+
+    fn left_over(&self, count: usize) -> usize {
+        self.server.connection_count().saturating_sub(count)
+    }
+
+    fn begin_handing_over(&mut self) -> Result<(), ControlError> {
+        self.server.begin_handing_over().map_err(|_| ControlError::Conflict("it ends".into()))
+    }
+
+    fn release(mut self, successor: u32) {
+        systemd::notify_successor(successor);
+        // Nothing is written any more, as closing an image does.
+        self.disks.drain(..).for_each(std::mem::forget);
+        self.server.release();
+    }
+}
