@@ -27,7 +27,7 @@ use nowait_daemon::config::{ServeConfig, config_file};
 use nowait_daemon::error::CliError;
 use nowait_daemon::process::{log, systemd};
 use nowait_daemon::serve;
-use nowait_daemon::upgrade::{launcher, take_over};
+use nowait_daemon::upgrade::{launcher, receiver};
 
 /// Runs the command of this process. Returns the exit status.
 #[must_use]
@@ -50,7 +50,7 @@ pub fn run() -> u8 {
         Ok(config) => config,
         Err(why) => {
             systemd::reject_clients();
-            take_over::refuse(&why);
+            receiver::refuse(&why);
             return usage::refuse(&command, &why);
         }
     };

@@ -14,9 +14,9 @@ use nowait_remote::CredentialOutput;
 use crate::config::{ServeConfig, config_file};
 use crate::process::owned_paths::{OwnedPaths, OwnedPidFile};
 use crate::upgrade::credential_processes;
-use crate::upgrade::hand_over_policy::HandOverPolicy;
 use crate::upgrade::launcher::{Program, Request, Starts, Work};
 use crate::upgrade::messages::{Begin, ExportState, ListenerState};
+use crate::upgrade::receiver_policy::ReceiverPolicy;
 
 /// The program that the launcher may start, below the directory.
 const PROGRAM: &str = "program";
@@ -135,7 +135,7 @@ impl TakenOverServer {
 
     /// Validates `begin` as a program that takes over does.
     fn begins(&self, begin: &Begin) -> Result<(), String> {
-        let policy = HandOverPolicy::of(&self.config, None).map_err(|error| error.to_string())?;
+        let policy = ReceiverPolicy::of(&self.config, None).map_err(|error| error.to_string())?;
         let listeners = begin.listeners.iter().chain(&begin.control_tcp);
         if policy
             .check(&begin.exports, listeners.clone(), begin.control.as_ref(), &begin.nodes())

@@ -50,11 +50,11 @@ use crate::sandbox::FileAccess;
 use crate::size::human;
 use crate::summary;
 use crate::upgrade::credential_processes;
-use crate::upgrade::hand_over::Upgrades;
-use crate::upgrade::hand_over_policy::{HandOverPolicy, files_of_images};
 use crate::upgrade::launcher::{Launcher, Starts};
 use crate::upgrade::messages::ListenerState;
-use crate::upgrade::take_over::{Parked, ParkedClients, TakeOver};
+use crate::upgrade::receiver::{Receiver, SavedClients, SavedState};
+use crate::upgrade::receiver_policy::{ReceiverPolicy, files_of_images};
+use crate::upgrade::sender::Upgrades;
 
 /// The timeout for requests in flight after the signal to stop and, if it expires, for the flush
 /// after them.
@@ -72,11 +72,11 @@ const CANNOT_OPEN: u8 = 66;
 pub fn run(config: &ServeConfig) -> Result<(), CliError> {
     // First of all: what another program hands over, and the images, may be more than the soft limit.
     let descriptors = process::raise_descriptor_limit();
-    let mut take_over = TakeOver::of_this_process()?;
+    let mut receiver = Receiver::of_this_process()?;
     let mut waiting = Vec::new();
-    let ended = serve(config, take_over.as_mut(), descriptors, &mut waiting);
-    if let (Err(error), Some(take_over)) = (&ended, &take_over) {
-        take_over.fail(error);
+    let ended = serve(config, receiver.as_mut(), descriptors, &mut waiting);
+    if let (Err(error), Some(receiver)) = (&ended, &receiver) {
+        receiver.fail(error);
     }
     if waiting.is_empty() {
         return ended;
@@ -86,45 +86,45 @@ pub fn run(config: &ServeConfig) -> Result<(), CliError> {
     ended.map_err(|error| error.with_status(CANNOT_OPEN))
 }
 
-/// Serves, in a process that may `take_over` from another one and was started with the limit `descriptors`. Until
+/// Serves, in a process that may `receiver` from another one and was started with the limit `descriptors`. Until
 /// clients can connect, `waiting` has the sockets that were handed over.
 fn serve(
     config: &ServeConfig,
-    mut take_over: Option<&mut TakeOver>,
+    mut receiver: Option<&mut Receiver>,
     descriptors: Rlimit,
     waiting: &mut Vec<Listener>,
 ) -> Result<(), CliError> {
     let parent = Parent::now();
-    let connections = endpoints::connections(config, take_over.is_some())?;
+    let connections = endpoints::connections(config, receiver.is_some())?;
     let inherited = systemd::sockets()?;
     *waiting = inherited.iter().filter_map(|(listener, _)| listener.try_clone().ok()).collect();
-    let background = begin(config, take_over.is_some())?;
+    let background = begin(config, receiver.is_some())?;
     let ending = ending(config, &parent)?;
     let (launcher, paths_changer) = launchers(config, descriptors)?;
     let (tls, tls_files) = tls_files::read(config)?;
-    let Opened { all, is_default, adopted, common } = open(config, take_over.as_deref())?;
+    let Opened { all, is_default, adopted, common } = open(config, receiver.as_deref())?;
     let Some(first) = all.first() else { return Ok(()) };
     let (named, image) = (first.named.clone(), &first.named.image.clone());
     let kind = if config.poll { polled_queue(&all)? } else { queue_kind(config)? };
-    let handed_over = take_over.as_ref().map(|take_over| &take_over.nodes[..]);
+    let handed_over = receiver.as_ref().map(|receiver| &receiver.nodes[..]);
     let nodes = UblkNodes::open(config, &all, handed_over)?;
-    let handed = take_over.as_deref_mut().map(TakeOver::listeners).transpose()?;
+    let handed = receiver.as_deref_mut().map(Receiver::listeners).transpose()?;
     let Endpoints { mut listeners, listens, inherited, default_socket, states } =
         Endpoints::open(config, image, !nodes.is_empty(), inherited, handed, &ending)?;
     let (pid_file, log_file) = process_files(config, &ending)?;
-    let (control, upgrades) = bind_control(config, take_over.as_deref_mut(), launcher, states)?;
+    let (control, upgrades) = bind_control(config, receiver.as_deref_mut(), launcher, states)?;
     let devices = exports_of(config, &all, connections, &nodes, adopted.is_some())?;
     let files = needed_files(config, &all);
     let mut names = owned_paths(config, &listens[inherited..], default_socket.as_deref());
     control.token_file().iter().for_each(|path| names.file(path));
     keep_paths(paths_changer, names, &files, (pid_file.as_deref(), log_file.as_ref()))?;
     // The driver makes the nodes of a new device, or of one that waits, when its queues are served.
-    let nodes_appear = take_over.is_none() && !nodes.is_empty();
+    let nodes_appear = receiver.is_none() && !nodes.is_empty();
     if !nodes_appear {
         confinement::enter(config, files.clone(), &nodes)?;
     }
     // A program that takes over accepts connections when the other one does no more.
-    let later = take_over.as_ref().map(|_| std::mem::take(&mut listeners)).unwrap_or_default();
+    let later = receiver.as_ref().map(|_| std::mem::take(&mut listeners)).unwrap_or_default();
     let started = Server::start(devices, listeners, options(config, kind, tls));
     let server = started.and_then(|it| set_up(config, it)).map_err(|e| CliError::at(image, e))?;
     let tls_files = tls_files.into_iter().chain(control.tls()).collect();
@@ -138,15 +138,15 @@ fn serve(
     let disks = ServedDisks::new(served(config, &server, all, &listens, &nodes));
     let added = additions(config, listens.clone(), common);
     let running = RunningServer::new(server.exports(), disks.clone(), added, upgrades);
-    if let Some(take_over) = &take_over {
+    if let Some(receiver) = &receiver {
         let clients = adopted.unwrap_or_default();
         add_places(&mut disks.lock(), &clients);
-        take_over.serve(&server.exports(), later, clients)?;
+        receiver.serve(&server.exports(), later, clients)?;
         nodes.start()?;
     }
     pid_file.iter().filter_map(|file| file.appear().err()).for_each(|error| warn!("{error}"));
     let control = control.serve(running);
-    print_ready(config, &lines, inherited > 0 || take_over.is_some());
+    print_ready(config, &lines, inherited > 0 || receiver.is_some());
     systemd::notify_ready(&uris(config, &listens, &named));
     is_default.then(|| print_hint(config, &listens, &named));
     start_long_run(server.exports(), background, log_file.as_ref(), waiting);
@@ -169,11 +169,11 @@ fn begin(config: &ServeConfig, successor: bool) -> Result<Option<Background>, Cl
 /// this one, with the sockets of clients in `listeners`.
 fn bind_control(
     config: &ServeConfig,
-    take_over: Option<&mut TakeOver>,
+    receiver: Option<&mut Receiver>,
     launcher: Result<Arc<Launcher>, String>,
     listeners: Vec<(ListenerState, OwnedFd)>,
 ) -> Result<(BoundControl, Upgrades), CliError> {
-    let bound = BoundControl::bind(config, take_over)?;
+    let bound = BoundControl::bind(config, receiver)?;
     let control = bound.states()?;
     let connects = config.connects_to_vmms();
     Ok((bound, Upgrades { launcher, listeners, control, connects }))
@@ -271,19 +271,19 @@ struct Opened {
     /// None was given.
     is_default: bool,
     /// The clients of another program, if this one takes over.
-    adopted: Option<ParkedClients>,
+    adopted: Option<SavedClients>,
     common: Common,
 }
 
 /// Opens the images of `config`, or those that another program hands over.
-fn open(config: &ServeConfig, take_over: Option<&TakeOver>) -> Result<Opened, CliError> {
+fn open(config: &ServeConfig, receiver: Option<&Receiver>) -> Result<Opened, CliError> {
     let exports = config.exports().map_err(CliError::new)?;
     let is_default = exports.is_empty();
-    if let Some(take_over) = take_over {
-        let policy = HandOverPolicy::of(config, control_socket::directory())?;
-        let Parked { images, clients } = take_over.wait(&policy)?;
+    if let Some(receiver) = receiver {
+        let policy = ReceiverPolicy::of(config, control_socket::directory())?;
+        let SavedState { images, clients } = receiver.wait(&policy)?;
         let common = open_disk::common(config)?;
-        let all = take_over.open(images, &common, &policy)?;
+        let all = receiver.open(images, &common, &policy)?;
         return Ok(Opened { all, is_default: false, adopted: Some(clients), common });
     }
     let exports = if is_default { vec![default_export(config)?] } else { exports };
@@ -365,7 +365,7 @@ fn served(
 }
 
 /// Adds the vhost-user sockets of `clients` that are none of the arguments.
-fn add_places(served: &mut [ServedDisk], clients: &ParkedClients) {
+fn add_places(served: &mut [ServedDisk], clients: &SavedClients) {
     for (export, device) in &clients.devices {
         let path = device.listener.as_ref().and_then(|listener| listener.unix_path());
         let place = path.map(|path| format!("vhost-user:{}", path.display()));

@@ -18,7 +18,7 @@ use crate::control::running_server::RunningServer;
 use crate::control::token_file::OwnTokenFile;
 use crate::endpoints::tls_files::TlsFiles;
 use crate::upgrade::messages::ControlStates;
-use crate::upgrade::take_over::TakeOver;
+use crate::upgrade::receiver::Receiver;
 
 /// Where the clients of the interface will connect.
 pub(crate) struct BoundControl {
@@ -40,10 +40,10 @@ impl BoundControl {
     /// An address that was given cannot be bound, or may not be used as it was given.
     pub(crate) fn bind(
         config: &ServeConfig,
-        mut take_over: Option<&mut TakeOver>,
+        mut receiver: Option<&mut Receiver>,
     ) -> Result<Self, CliError> {
-        let unix = take_over.as_deref_mut().map(TakeOver::control).transpose()?.flatten();
-        let tcp = take_over.map(TakeOver::control_tcp).transpose()?.unwrap_or_default();
+        let unix = receiver.as_deref_mut().map(Receiver::control).transpose()?.flatten();
+        let tcp = receiver.map(Receiver::control_tcp).transpose()?.unwrap_or_default();
         let tcp = ControlTcp::bind(config, tcp)?;
         Ok(Self { socket: control_socket::bind(config.control_socket(), unix)?, tcp })
     }

@@ -15,7 +15,7 @@ use rustix::process::geteuid;
 use crate::config::control_address::ControlAddress;
 use crate::disks::default_image;
 use crate::upgrade::messages::ListenerState;
-use crate::upgrade::take_over::HandedListener;
+use crate::upgrade::receiver::ReceivedListener;
 
 /// Where the system's units have their runtime directories.
 const SYSTEM_UNITS: &str = "/run/nowait";
@@ -94,9 +94,9 @@ pub(crate) struct BoundSocket {
 /// The address that was given cannot be bound.
 pub(crate) fn bind(
     address: Option<&ControlAddress>,
-    handed: Option<HandedListener>,
+    handed: Option<ReceivedListener>,
 ) -> Result<Option<BoundSocket>, CliError> {
-    if let Some(HandedListener { listener, address: Address::Unix(path), .. }) = handed {
+    if let Some(ReceivedListener { listener, address: Address::Unix(path), .. }) = handed {
         return Ok(Some(BoundSocket { listener, path, is_given: true }));
     }
     let (path, is_given) = match address {

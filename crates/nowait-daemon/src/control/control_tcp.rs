@@ -16,7 +16,7 @@ use crate::config::ServeConfig;
 use crate::control::token_file::{self, OwnTokenFile};
 use crate::endpoints::tls_files::TlsFiles;
 use crate::upgrade::messages::ListenerState;
-use crate::upgrade::take_over::HandedListener;
+use crate::upgrade::receiver::ReceivedListener;
 
 /// The bound sockets of the interface on TCP, and who is let in.
 pub(crate) struct ControlTcp {
@@ -39,7 +39,7 @@ impl ControlTcp {
     /// token.
     pub(crate) fn bind(
         config: &ServeConfig,
-        handed: Vec<HandedListener>,
+        handed: Vec<ReceivedListener>,
     ) -> Result<Option<Self>, CliError> {
         let Some((host, port)) = config.control_tcp() else { return Ok(None) };
         let failed = |error| {

@@ -25,9 +25,9 @@ use crate::disks::image_exchange::ImageExchange;
 use crate::disks::open_disk::{Common, ImageIdentity, OpenedDisk};
 use crate::disks::served_disks::{ServedDisk, ServedDisks, change_settings};
 use crate::error::CliError;
-use crate::upgrade::hand_over::{Upgrades, hand_over};
 use crate::upgrade::messages::ExportState;
-use crate::upgrade::parked_disks::ParkedDisks;
+use crate::upgrade::paused_disks::PausedDisks;
+use crate::upgrade::sender::{self, Upgrades};
 
 /// How long an export that is removed may take to end its requests.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -455,8 +455,8 @@ impl ControlledServer for RunningServer {
     fn upgrade(&self, upgrade: UpgradeRequest) -> Result<UpgradeReport, ControlError> {
         let binary = upgrade.binary.as_deref().map(|path| absolute(Path::new(path))).transpose()?;
         let mut serving = self.begin_change()?;
-        let park = || ParkedDisks::new(&self.exports, self.disks.lock());
-        let report = hand_over(&self.upgrades, binary, self.states(), &self.nodes(), park)?;
+        let pause = || PausedDisks::new(&self.exports, self.disks.lock());
+        let report = sender::send(&self.upgrades, binary, self.states(), &self.nodes(), pause)?;
         *serving = Serving::Elsewhere;
         Ok(report)
     }

@@ -81,13 +81,13 @@ impl ImageExchange<'_> {
         // The flush of the pause has little left to do.
         self.exports.flush(self.id).map_err(failed)?;
         let begin = Instant::now();
-        let parked = self.park()?;
+        let paused = self.pause()?;
         self.with(|served| {
             served.disk.image.settle().map_err(failed)?;
             let handed_over = HandedOver::below(copies(&served.disk.image)?);
             let disk = reopened(&served.disk, named, &ChainOptions { handed_over, ..options })?;
-            parked.replace(disk.export()).map_err(failed)?;
-            drop(parked);
+            paused.replace(disk.export()).map_err(failed)?;
+            drop(paused);
             let pause = begin.elapsed();
             if let Err(error) = disk.image.lower_locks_below() {
                 warn!("{}: its backing image stays locked: {error}", disk.named.image.display());
@@ -127,7 +127,7 @@ impl ImageExchange<'_> {
             return self.grow_in_place(size);
         }
         self.exports.flush(self.id).map_err(failed)?;
-        let parked = self.park()?;
+        let paused = self.pause()?;
         self.with(|served| {
             served.disk.image.settle().map_err(failed)?;
             let handed_over = || Ok(HandedOver::new(copies(&served.disk.image)?));
@@ -138,7 +138,7 @@ impl ImageExchange<'_> {
             drop(chain);
             // What the open image knows of its file may be wrong now, also if this has failed.
             let reopened = reopened(&served.disk, named.clone(), &open).and_then(|disk| {
-                parked.replace(disk.export()).map_err(failed)?;
+                paused.replace(disk.export()).map_err(failed)?;
                 Ok(disk)
             });
             match reopened {
@@ -146,11 +146,11 @@ impl ImageExchange<'_> {
                 Err(error) => {
                     let why = format!("it cannot be served with its new size: {error}");
                     error!("{}: {why}", named.image.display());
-                    parked.give_up();
+                    paused.give_up();
                     return Err(ControlError::Failed(why));
                 }
             }
-            drop(parked);
+            drop(paused);
             resized.map(drop).map_err(conflict)
         })?
     }
@@ -165,7 +165,7 @@ impl ImageExchange<'_> {
         })
     }
 
-    fn park(&self) -> Result<PausedExport, ControlError> {
+    fn pause(&self) -> Result<PausedExport, ControlError> {
         self.exports.pause_export(self.id, DRAIN_TIMEOUT).map_err(|error| {
             conflict(match Errno::from_raw_os_error(error.errno()) {
                 Errno::OPNOTSUPP => {

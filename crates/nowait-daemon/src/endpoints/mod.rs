@@ -29,7 +29,7 @@ use crate::endpoints::signals::Ending;
 use crate::error::{CliError, create_message, os_message};
 use crate::process::systemd;
 use crate::upgrade::messages::ListenerState;
-use crate::upgrade::take_over::HandedListener;
+use crate::upgrade::receiver::ReceivedListener;
 
 /// The bound sockets of a server, and what is removed with them.
 pub(crate) struct Endpoints {
@@ -54,7 +54,7 @@ impl Endpoints {
         image: &Path,
         is_ublk: bool,
         inherited: Vec<(Listener, Address)>,
-        handed: Option<Vec<HandedListener>>,
+        handed: Option<Vec<ReceivedListener>>,
         ending: &Ending,
     ) -> Result<Self, CliError> {
         match handed {
@@ -96,7 +96,7 @@ impl Endpoints {
     ///
     /// # Errors
     /// `EMFILE`, `ENFILE`: there are not enough descriptors.
-    fn taken_over(mut handed: Vec<HandedListener>, ending: &Ending) -> Result<Self, CliError> {
+    fn taken_over(mut handed: Vec<ReceivedListener>, ending: &Ending) -> Result<Self, CliError> {
         handed.sort_by_key(|handed| handed.listener.is_own());
         let inherited = handed.iter().filter(|handed| !handed.listener.is_own()).count();
         let default_socket = handed.iter().find_map(|handed| {

@@ -8,10 +8,10 @@ mod host_names;
 pub(crate) mod credential_processes;
 pub(crate) mod messages;
 pub mod launcher;
-pub(crate) mod hand_over;
-pub(crate) mod hand_over_policy;
-pub mod take_over;
-pub(crate) mod parked_disks;
+pub(crate) mod sender;
+pub(crate) mod receiver_policy;
+pub mod receiver;
+pub(crate) mod paused_disks;
 
 /// The variable of the environment that says what a process was started for: its standard input is
 /// one end of a channel then.

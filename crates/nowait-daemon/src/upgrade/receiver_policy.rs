@@ -71,7 +71,7 @@ fn parse_numbers(text: &str) -> Option<FileNumbers> {
 }
 
 /// The rules that a server's command line sets for a hand-over.
-pub(crate) struct HandOverPolicy<'a> {
+pub(crate) struct ReceiverPolicy<'a> {
     config: &'a ServeConfig,
     /// The files of the images that it names by absolute paths, and those of URIs, which have none.
     images: HashMap<PathBuf, Option<FileNumbers>>,
@@ -80,7 +80,7 @@ pub(crate) struct HandOverPolicy<'a> {
     places: AllowedPlaces,
 }
 
-impl<'a> HandOverPolicy<'a> {
+impl<'a> ReceiverPolicy<'a> {
     /// The rules of `config`; `sockets` is the directory of default control sockets.
     ///
     /// # Errors
@@ -112,7 +112,7 @@ impl<'a> HandOverPolicy<'a> {
         self.images.get(Path::new(&state.image)).filter(|_| is_as_given).copied()
     }
 
-    /// The options for opening the image of `state`, which has passed [`HandOverPolicy::check`].
+    /// The options for opening the image of `state`, which has passed [`ReceiverPolicy::check`].
     pub(crate) fn options(&self, state: &ExportState, options: ChainOptions) -> ChainOptions {
         let is_path = Location::parse(&state.image).is_ok_and(|location| location.path().is_some());
         let no_links = self.given_file(state).is_none() && is_path;
@@ -322,7 +322,7 @@ mod tests {
     fn an_image_that_the_command_line_names_is_opened_as_that_says() {
         let directory = directory();
         let is_allowed = |options: &str, state: ExportState| {
-            HandOverPolicy::of(&config(&directory, options), None)
+            ReceiverPolicy::of(&config(&directory, options), None)
                 .unwrap()
                 .check_export(&state)
                 .is_ok()
@@ -345,7 +345,7 @@ mod tests {
         let directory = directory();
         let options = "read-only = true\nallow-dir = ['DIR/images']\nallow-uri = ['nbd://host/']";
         let config = config(&directory, options);
-        let policy = HandOverPolicy::of(&config, None).unwrap();
+        let policy = ReceiverPolicy::of(&config, None).unwrap();
         let is_allowed = |image| policy.check_export(&export(image)).is_ok();
         assert!(is_allowed(path(&directory, "images/added")));
         assert!(is_allowed("nbd://host/disk".into()));
@@ -361,7 +361,7 @@ mod tests {
         let options =
             "allow-dir = ['DIR/images']\nallow-uri = ['nbd://host/']\nbacking = ['nbd://below/']";
         let config = config(&directory, options);
-        let policy = HandOverPolicy::of(&config, None).unwrap();
+        let policy = ReceiverPolicy::of(&config, None).unwrap();
         let added = export(path(&directory, "images/added"));
         for (backing_dir, is_allowed) in
             [("images", true), ("", true), ("images/..", true), ("..", false), ("/", false)]
@@ -387,7 +387,7 @@ mod tests {
         let options = "ublk = ['data=7', '']\n[[export]]\nname = 'data'\nimage = 'DIR/neighbour'\n\
                        [[export]]\nname = 'other'\nimage = 'DIR/x'";
         let config = config(&directory, options);
-        let policy = HandOverPolicy::of(&config, None).unwrap();
+        let policy = ReceiverPolicy::of(&config, None).unwrap();
         let named =
             |name: &str| ExportState { name: name.into(), ..export(path(&directory, "disk")) };
         let exports = ["", "data", "other", "added"].map(named);
@@ -413,7 +413,7 @@ mod tests {
             &directory,
             "nbd = ['unix:DIR/nbd']\nvhost-user = ['DIR/vm', 'connect:DIR/vmm']\ncontrol = ['unix:DIR/control']",
         );
-        let policy = HandOverPolicy::of(&arguments, None).unwrap();
+        let policy = ReceiverPolicy::of(&arguments, None).unwrap();
         let [nbd, vm, control, disk] =
             ["nbd", "vm", "control", "disk"].map(|name| socket(path(&directory, name), None));
         assert!(policy.check_listener(&nbd).is_ok());
@@ -431,7 +431,7 @@ mod tests {
         // A socket that is not removed is only a name, as of one that systemd has handed over.
         assert!(policy.check_listener(&ListenerState { is_own: false, ..disk }).is_ok());
         let arguments = config(&directory, "");
-        let policy = HandOverPolicy::of(&arguments, None).unwrap();
+        let policy = ReceiverPolicy::of(&arguments, None).unwrap();
         let temporary = env::temp_dir().join("nowait-12-3");
         let temporary = temporary.to_str().unwrap();
         let is_allowed =
@@ -451,7 +451,7 @@ mod tests {
         let files: String =
             files_of_images(&arguments).into_iter().map(|(_, files)| files).collect();
         let policy =
-            HandOverPolicy::with_files(&arguments, AllowedPlaces::of(&arguments, None), &files)
+            ReceiverPolicy::with_files(&arguments, AllowedPlaces::of(&arguments, None), &files)
                 .unwrap();
         let state = export(path(&directory, "disk"));
         let open = || {
@@ -485,7 +485,7 @@ mod tests {
         let files: String = variables.into_iter().map(|(_, files)| files).collect();
         let disk = fs::metadata(directory.path().join("disk")).unwrap();
         let policy =
-            HandOverPolicy::with_files(&arguments, AllowedPlaces::of(&arguments, None), &files)
+            ReceiverPolicy::with_files(&arguments, AllowedPlaces::of(&arguments, None), &files)
                 .unwrap();
         let given = policy.given_file(&export(path(&directory, "disk")));
         assert_eq!(given, Some(Some((disk.dev(), disk.ino()))));

@@ -22,10 +22,10 @@ use crate::disks::open_disk::{Common, OPENING_THREADS, OpenedDisk};
 use crate::disks::parallel_map;
 use crate::disks::served_disks::change_settings;
 use crate::upgrade::channel::{Bounds, Channel, Message};
-use crate::upgrade::hand_over_policy::HandOverPolicy;
 use crate::upgrade::messages::{
     Answer, Begin, DeviceMessage, Drained, ExportState, Go, ListenerState, PROTOCOL, VmmMessage,
 };
+use crate::upgrade::receiver_policy::ReceiverPolicy;
 use crate::upgrade::{ENVIRONMENT, SUCCESSOR};
 
 /// How long the old program may take for one message: it ends requests and flushes meanwhile.
@@ -33,13 +33,13 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Tells an old program, if this process was started to take over from one, why it cannot.
 pub fn refuse(why: &str) {
-    if let Ok(Some(take_over)) = TakeOver::of_this_process() {
-        take_over.fail(&CliError::new(why));
+    if let Ok(Some(receiver)) = Receiver::of_this_process() {
+        receiver.fail(&CliError::new(why));
     }
 }
 
 /// What an old program hands over to this one.
-pub(crate) struct TakeOver {
+pub(crate) struct Receiver {
     channel: Channel,
     /// The default export first.
     pub(crate) exports: Vec<ExportState>,
@@ -51,20 +51,20 @@ pub(crate) struct TakeOver {
 }
 
 /// The state of the old program at the moment from which it changes nothing.
-pub(crate) struct Parked {
+pub(crate) struct SavedState {
     /// The files of each export's image.
     pub(crate) images: Vec<HandedOver>,
-    pub(crate) clients: ParkedClients,
+    pub(crate) clients: SavedClients,
 }
 
 /// The clients of the old program, each with the index of its export.
 #[derive(Default)]
-pub(crate) struct ParkedClients {
+pub(crate) struct SavedClients {
     pub(crate) connections: Vec<(usize, ConnectionState)>,
     pub(crate) devices: Vec<(usize, PausedDevice)>,
 }
 
-impl TakeOver {
+impl Receiver {
     /// What an old program hands over; `None` if this process was not started for that.
     ///
     /// # Errors
@@ -99,31 +99,31 @@ impl TakeOver {
     ///
     /// # Errors
     /// One is no socket that listens.
-    pub(crate) fn listeners(&mut self) -> Result<Vec<HandedListener>, CliError> {
-        std::mem::take(&mut self.listeners).into_iter().map(HandedListener::of).collect()
+    pub(crate) fn listeners(&mut self) -> Result<Vec<ReceivedListener>, CliError> {
+        std::mem::take(&mut self.listeners).into_iter().map(ReceivedListener::of).collect()
     }
 
     /// The control socket at the path that was given.
     ///
     /// # Errors
     /// It is no socket that listens.
-    pub(crate) fn control(&mut self) -> Result<Option<HandedListener>, CliError> {
-        self.control.take().map(HandedListener::of).transpose()
+    pub(crate) fn control(&mut self) -> Result<Option<ReceivedListener>, CliError> {
+        self.control.take().map(ReceivedListener::of).transpose()
     }
 
     /// The sockets of the control interface on TCP.
     ///
     /// # Errors
     /// One is no socket that listens.
-    pub(crate) fn control_tcp(&mut self) -> Result<Vec<HandedListener>, CliError> {
-        std::mem::take(&mut self.control_tcp).into_iter().map(HandedListener::of).collect()
+    pub(crate) fn control_tcp(&mut self) -> Result<Vec<ReceivedListener>, CliError> {
+        std::mem::take(&mut self.control_tcp).into_iter().map(ReceivedListener::of).collect()
     }
 
     /// Tells that this program waits for the images, and waits until no request is in flight.
     ///
     /// # Errors
     /// The old program has ended, or has called it off; it tells of more than is `policy`.
-    pub(crate) fn wait(&self, policy: &HandOverPolicy<'_>) -> Result<Parked, CliError> {
+    pub(crate) fn wait(&self, policy: &ReceiverPolicy<'_>) -> Result<SavedState, CliError> {
         let listeners = self.listeners.iter().map(|(state, _)| state);
         let control = self.control.as_ref().map(|(state, _)| state);
         policy.check(&self.exports, listeners, control, &self.nodes)?;
@@ -160,9 +160,9 @@ impl TakeOver {
             (it.export, state)
         });
         let connections = connections.collect();
-        let devices = devices.into_iter().map(|it| Ok((it.export, parked_device(it, &mut all)?)));
+        let devices = devices.into_iter().map(|it| Ok((it.export, restored_device(it, &mut all)?)));
         let devices = devices.collect::<Result<_, CliError>>()?;
-        Ok(Parked { images, clients: ParkedClients { connections, devices } })
+        Ok(SavedState { images, clients: SavedClients { connections, devices } })
     }
 
     /// Tells that this program is ready, and waits for the word to serve.
@@ -183,7 +183,7 @@ impl TakeOver {
         &self,
         images: Vec<HandedOver>,
         common: &Common,
-        policy: &HandOverPolicy<'_>,
+        policy: &ReceiverPolicy<'_>,
     ) -> Result<Vec<OpenedDisk>, CliError> {
         let mut storages = common.options.backing_storages.clone();
         let mut to_open = Vec::new();
@@ -209,7 +209,7 @@ impl TakeOver {
         &self,
         server: &Exports,
         listeners: Vec<Listener>,
-        clients: ParkedClients,
+        clients: SavedClients,
     ) -> Result<(), CliError> {
         let ids: Vec<_> = server.list().into_iter().map(|(id, _)| id).collect();
         for (id, state) in ids.iter().zip(&self.exports) {
@@ -248,14 +248,14 @@ impl TakeOver {
 }
 
 /// The device of `message`, whose files are the next of `files`.
-fn parked_device(
+fn restored_device(
     message: DeviceMessage,
     files: &mut impl Iterator<Item = OwnedFd>,
 ) -> Result<PausedDevice, CliError> {
     let mut file = || files.next().ok_or_else(|| CliError::new("a socket is missing"));
     let DeviceMessage { listener, connects_to, vmm, .. } = message;
     let connects_to = connects_to.map(PathBuf::from);
-    let listener = listener.map(|state| HandedListener::of((state, file()?))).transpose()?;
+    let listener = listener.map(|state| ReceivedListener::of((state, file()?))).transpose()?;
     let listener = listener.map(|handed| Arc::new(handed.listener));
     let state = |VmmMessage { setup, has_channel, files }: VmmMessage| {
         let socket = file()?;
@@ -323,14 +323,14 @@ impl ExportState {
 }
 
 /// A socket that another program has bound, and that is this one's now.
-pub(crate) struct HandedListener {
+pub(crate) struct ReceivedListener {
     pub(crate) listener: Listener,
     pub(crate) address: Address,
     /// The directory that is removed with it.
     pub(crate) temporary: Option<PathBuf>,
 }
 
-impl HandedListener {
+impl ReceivedListener {
     fn of((state, socket): (ListenerState, OwnedFd)) -> Result<Self, CliError> {
         let ListenerState { path, host, port, is_own, temporary } = state;
         let listener = Listener::handed_over(socket, is_own).map_err(|error| lost(&error))?;

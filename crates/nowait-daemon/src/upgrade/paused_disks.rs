@@ -16,19 +16,19 @@ use rustix::io::Errno;
 use crate::disks::parallel_map;
 use crate::disks::served_disks::ServedDisk;
 use crate::process::systemd;
-use crate::upgrade::hand_over::{DRAIN_TIMEOUT, Parked};
+use crate::upgrade::sender::{DRAIN_TIMEOUT, Paused};
 
 /// The most threads that flush.
 const FLUSH_THREADS: usize = 16;
 
 /// What is handed over.
-pub(crate) struct ParkedDisks<'a> {
+pub(crate) struct PausedDisks<'a> {
     disks: MutexGuard<'a, Vec<ServedDisk>>,
     server: PausedServer,
     begun: Instant,
 }
 
-impl<'a> ParkedDisks<'a> {
+impl<'a> PausedDisks<'a> {
     /// Stops the server of `exports`, whose images are `disks`.
     ///
     /// # Errors
@@ -70,7 +70,7 @@ fn for_all(
     parallel_map::try_map(disks, FLUSH_THREADS, act).map(drop)
 }
 
-impl Parked for ParkedDisks<'_> {
+impl Paused for PausedDisks<'_> {
     fn begun(&self) -> Instant {
         self.begun
     }

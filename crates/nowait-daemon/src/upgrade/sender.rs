@@ -47,7 +47,7 @@ impl Upgrades {
 }
 
 /// A server that has stopped serving, and goes on when this is dropped.
-pub(crate) trait Parked {
+pub(crate) trait Paused {
     /// When it stopped to serve.
     fn begun(&self) -> Instant;
 
@@ -84,32 +84,32 @@ pub(crate) trait Parked {
 ///
 /// # Errors
 /// Why the new program does not serve; this one goes on.
-pub(crate) fn hand_over<P: Parked>(
+pub(crate) fn send<P: Paused>(
     upgrades: &Upgrades,
     binary: Option<&Path>,
     exports: Vec<ExportState>,
     nodes: &[(usize, u32)],
-    park: impl FnOnce() -> Result<P, ControlError>,
+    pause: impl FnOnce() -> Result<P, ControlError>,
 ) -> Result<UpgradeReport, ControlError> {
     let launcher = upgrades.launcher.as_ref();
     let launcher = launcher.map_err(|why| ControlError::Conflict(why.clone()))?;
     let (channel, process) = launcher.launch(binary)?;
     let version = announce(&channel, upgrades, (exports, nodes), Instant::now() + PREPARE_TIMEOUT)?;
-    let mut parked = park()?;
-    let connections = parked.connections()?;
-    let devices = parked.devices()?;
+    let mut paused = pause()?;
+    let connections = paused.connections()?;
+    let devices = paused.devices()?;
     let machines = devices.iter().filter(|(_, device)| device.vmm.is_some()).count();
     let count = (connections.len() + machines) as u64;
-    let closed = parked.left_over(connections.len()) as u64;
+    let closed = paused.left_over(connections.len()) as u64;
     let deadline = Instant::now() + READY_TIMEOUT;
-    send_drained(&channel, &parked.images(), &connections, &devices, deadline)?;
+    send_drained(&channel, &paused.images(), &connections, &devices, deadline)?;
     drop((connections, devices));
     receive(&channel, deadline)?;
-    parked.begin_handing_over()?;
+    paused.begin_handing_over()?;
     channel.send(&Go, &[], &[], deadline).map_err(|error| lost(&error))?;
-    let pause_ms = parked.begun().elapsed().as_secs_f64() * 1e3;
+    let pause_ms = paused.begun().elapsed().as_secs_f64() * 1e3;
     let pid = process.serves();
-    parked.release(pid);
+    paused.release(pid);
     Ok(UpgradeReport { pid, version, pause_ms, connections: count, closed })
 }
 
