@@ -7,7 +7,7 @@ use nowait_server::BlockSize;
 use std::path::PathBuf;
 
 use super::*;
-use nowait_daemon::config::choices::{Direct, QueueChoice};
+use nowait_daemon::config::choices::{Direct, Mechanism, QueueChoice};
 use nowait_daemon::config::export_spec::{MAX_NAME_BYTES, NamedExport};
 use nowait_daemon::config::{MOST_BY_DEFAULT, ServeConfig};
 
@@ -139,9 +139,12 @@ fn without_queues_there_is_at_least_one() {
 fn off_disables_only_the_named_mechanisms() {
     let all = nowait::Config::default();
     assert_eq!(serve("nowait serve").engine(), all);
-    let expected = nowait::Config { simple: false, hint: false, ..all };
-    assert_eq!(serve("nowait serve --off simple,hint").engine(), expected);
-    assert_eq!(serve("nowait serve --off hint --off simple").engine(), expected);
+    let expected = nowait::Config { simple: false, ..all };
+    for some in ["--off simple,hint", "--off hint --off simple"] {
+        let some = serve(&format!("nowait serve {some}"));
+        assert_eq!(some.engine(), expected);
+        assert!(!some.is_on(Mechanism::Hint) && some.is_on(Mechanism::AllocateAhead));
+    }
     let off = "inline-completion,vectored,pool,merge,nowait-first,back-off,group-syncs";
     let some = serve(&format!("nowait serve --off {off}"));
     let expected = nowait::Config {
@@ -156,7 +159,8 @@ fn off_disables_only_the_named_mechanisms() {
     };
     assert_eq!(some.engine(), expected);
     let one = serve("nowait serve --off allocate-ahead");
-    assert_eq!(one.engine(), nowait::Config { allocate_ahead: false, ..all });
+    assert_eq!(one.engine(), all);
+    assert!(one.is_on(Mechanism::Hint) && !one.is_on(Mechanism::AllocateAhead));
 }
 
 #[test]

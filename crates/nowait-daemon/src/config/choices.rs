@@ -77,7 +77,7 @@ impl SandboxChoice {
     }
 }
 
-/// A mechanism of the engine, or of a frontend, that can be turned off.
+/// A mechanism of the engine, of a disk, or of a frontend, that can be turned off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mechanism {
@@ -116,10 +116,8 @@ impl Mechanism {
             Self::Merge => &mut config.merge,
             Self::NowaitFirst => &mut config.nowait_first,
             Self::BackOff => &mut config.back_off,
-            Self::Hint => &mut config.hint,
             Self::GroupSyncs => &mut config.group_syncs,
-            Self::AllocateAhead => &mut config.allocate_ahead,
-            Self::ZeroCopy => return,
+            Self::Hint | Self::AllocateAhead | Self::ZeroCopy => return,
         } = false;
     }
 }

@@ -326,7 +326,12 @@ impl ServeConfig {
 
     /// Whether a node's data may go without a copy.
     pub fn zero_copy(&self) -> bool {
-        !self.off.contains(&Mechanism::ZeroCopy)
+        self.is_on(Mechanism::ZeroCopy)
+    }
+
+    /// Whether `mechanism` is not off.
+    pub fn is_on(&self, mechanism: Mechanism) -> bool {
+        !self.off.contains(&mechanism)
     }
 
     /// The engine's configuration: all mechanisms on except those that are off.

@@ -15,6 +15,7 @@ use rustix::io::Errno;
 use tracing::warn;
 
 use crate::config::ServeConfig;
+use crate::config::choices::Mechanism;
 use crate::config::export_spec::NamedExport;
 use crate::disks::parallel_map;
 use crate::disks::waiting;
@@ -195,8 +196,8 @@ pub(crate) fn chain_options(config: &ServeConfig) -> ChainOptions {
         backing_dirs: config.backing_dir.clone(),
         data_files: config.data_file.clone(),
         direct: config.direct.into(),
-        no_hint: !config.engine().hint,
-        no_allocate_ahead: !config.engine().allocate_ahead,
+        cache_holes: config.is_on(Mechanism::Hint),
+        allocate_ahead: config.is_on(Mechanism::AllocateAhead),
         ..ChainOptions::default()
     }
 }
