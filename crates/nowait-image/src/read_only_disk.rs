@@ -52,7 +52,7 @@ pub(crate) fn open(
     let (first, others) = (first.clone(), others.to_vec());
     let unit = top.content.unit().unwrap_or(1);
     let extents = ExtentCache::new(top.size, unit.ilog2(), options.cache_holes);
-    let disk = MappedDisk::new(table.clone(), files, top.size);
+    let disk = MappedDisk::new(top.file.path(), table.clone(), files, top.size);
     let map = ReadOnlyMap(Arc::new(ReadOnlyDisk { disk, extents, align }));
     Ok(BlockDevice::mapped(first, others, top.size, true, map))
 }

@@ -6,10 +6,11 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use nowait_image::create::Preallocation;
+use nowait_image::create::{Features, Preallocation};
 
 use crate::args::image_args::{
-    ImageArgs, format_of_new, parse_cluster_size, parse_image_format, parse_new_format,
+    CompressionType, ImageArgs, format_of_new, parse_cluster_size, parse_image_format,
+    parse_new_format,
 };
 use crate::args::remote_args::AuthArgs;
 use nowait_daemon::size;
@@ -73,6 +74,13 @@ pub(crate) struct CreateArgs {
     #[arg(long, value_name = "SIZE", value_parser = parse_cluster_size)]
     pub(crate) cluster_size: Option<u64>,
 
+    /// How programs compress clusters of IMAGE, where they do; zlib without it (qcow2 only)
+    ///
+    /// What is written to a disk that is served is not compressed; 'nowait copy --compress' makes an image
+    /// that is.
+    #[arg(long, value_name = "TYPE", value_enum)]
+    pub(crate) compression: Option<CompressionType>,
+
     /// What is reserved from the beginning
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = Preallocate::Off)]
     pub(crate) preallocation: Preallocate,
@@ -83,6 +91,11 @@ pub(crate) struct CreateArgs {
 }
 
 impl CreateArgs {
+    /// The optional features of IMAGE.
+    pub(crate) fn features(&self) -> Features {
+        Features { compression: self.compression.map(CompressionType::what) }
+    }
+
     /// The format of IMAGE.
     pub(crate) fn format(&self) -> nowait_image::Format {
         self.format.unwrap_or_else(|| format_of_new(&self.image))

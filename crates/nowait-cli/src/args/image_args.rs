@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use nowait_image::create::CLUSTER_BYTES;
-use nowait_image::formats;
+use nowait_image::{Compression, formats};
 use nowait_remote::Location;
 
 use crate::args::remote_args::AuthArgs;
@@ -187,6 +187,24 @@ pub(crate) fn parse_new_format(text: &str) -> Result<nowait_image::Format, Strin
 /// The format of a new image by its file name.
 pub(crate) fn format_of_new(path: &Path) -> nowait_image::Format {
     formats::by_ending(path.extension().and_then(OsStr::to_str).unwrap_or_default())
+}
+
+/// The values of `--compression`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CompressionType {
+    /// Deflate, which programs of any age read
+    Zlib,
+    /// Zstandard, smaller and faster; for QEMU 5.1 and later
+    Zstd,
+}
+
+impl CompressionType {
+    pub(crate) const fn what(self) -> Compression {
+        match self {
+            Self::Zlib => Compression::Deflate,
+            Self::Zstd => Compression::Zstd,
+        }
+    }
 }
 
 /// Parses the bytes of a cluster.

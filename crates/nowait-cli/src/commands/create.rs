@@ -27,6 +27,7 @@ pub(crate) fn run(args: &CreateArgs) -> Result<(), CliError> {
         data_files: args.data_file.clone(),
         cluster_bytes: args.cluster_size,
         preallocation: args.preallocation.what(),
+        features: args.features(),
         ..CreateOptions::new(args.format(), args.size)
     };
     let size = create(&args.image, &options).map_err(|error| CliError::of_image(&error))?;

@@ -4,14 +4,15 @@
 //! cached copy stays valid.
 
 use std::collections::VecDeque;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use miniz_oxide::inflate::TINFLStatus;
-use miniz_oxide::inflate::core::inflate_flags::{
-    TINFL_FLAG_PARSE_ZLIB_HEADER, TINFL_FLAG_USING_NON_WRAPPING_OUTPUT_BUF,
-};
-use miniz_oxide::inflate::core::{DecompressorOxide, decompress};
 use nowait::{Error, IoBuffer, Operation, ReadCursor, Storage};
+use tracing::error;
+
+use crate::formats::decompress::{Packing, decompress_cluster};
 
 /// Most bytes in the cache.
 const MAX_BYTES: usize = 16 << 20;
@@ -19,30 +20,30 @@ const MAX_BYTES: usize = 16 << 20;
 /// The position of a compressed cluster: the file's number, and the byte in it.
 pub(crate) type Key = (u8, u64);
 
-/// How a cluster is compressed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Packing {
-    /// Bytes of the cluster.
-    pub(crate) bytes: u64,
-    /// Bytes of it that the compressed data has at least.
-    pub(crate) least: u64,
-    pub(crate) form: Form,
+type Clusters = VecDeque<(Key, Arc<[u8]>)>;
+
+/// The decompressed clusters of an image and of all below it.
+pub(crate) struct DecompressedCache {
+    /// The path of the image, for messages.
+    path: PathBuf,
+    /// Whether a user was told of damaged data.
+    has_told: AtomicBool,
+    /// The most recently used one is at the end.
+    clusters: Mutex<Clusters>,
 }
 
-/// The form of compressed data.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Form {
-    /// Deflate, without a header.
-    Deflate,
-    /// Deflate with the header of zlib, behind as many other bytes.
-    Zlib { behind: usize },
+impl fmt::Debug for DecompressedCache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DecompressedCache").field("path", &self.path).finish_non_exhaustive()
+    }
 }
-
-/// The clusters, the most recently used one at the end.
-#[derive(Default)]
-pub(crate) struct DecompressedCache(Mutex<VecDeque<(Key, Arc<[u8]>)>>);
 
 impl DecompressedCache {
+    /// An empty one, for the image at `path`.
+    pub(crate) fn of(path: &Path) -> Self {
+        Self { path: path.to_owned(), has_told: AtomicBool::new(false), clusters: Mutex::default() }
+    }
+
     /// The cluster at `key` that is compressed into at most `len` bytes of `file`.
     ///
     /// # Errors
@@ -59,14 +60,30 @@ impl DecompressedCache {
         }
         let mut compressed = IoBuffer::zeroed(len as usize)?;
         file.read_at(key.1, &mut ReadCursor::from(&mut compressed[..]))?;
-        let damaged = || Error::new(libc::EIO, Operation::Read);
+        let damaged = || {
+            self.tell_of_damage(key);
+            Error::new(libc::EIO, Operation::Read)
+        };
         let cluster = decompress_cluster(&compressed, packing).ok_or_else(damaged)?;
         self.insert(key, cluster.clone());
         Ok(cluster)
     }
 
-    fn lock(&self) -> MutexGuard<'_, VecDeque<(Key, Arc<[u8]>)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Says once that data is damaged: a damaged image would else fill the log.
+    fn tell_of_damage(&self, (file, pos): Key) {
+        if self.has_told.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let place = if file == 0 { "" } else { " of a file that it stands on or consists of" };
+        error!(
+            "{}: the compressed data at byte {pos}{place} is damaged, or needs too much memory to be \
+             decompressed: reads of it fail",
+            self.path.display()
+        );
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Clusters> {
+        self.clusters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The cluster at `key`, if it is cached.
@@ -91,27 +108,13 @@ impl DecompressedCache {
     }
 }
 
-/// Decompresses a cluster from `compressed`, which may have other bytes behind it. `None` if the data is
-/// invalid or too short.
-pub(crate) fn decompress_cluster(compressed: &[u8], packing: Packing) -> Option<Arc<[u8]>> {
-    let mut cluster = vec![0; packing.bytes as usize];
-    let (data, flags) = match packing.form {
-        Form::Deflate => (compressed, 0),
-        Form::Zlib { behind } => (compressed.get(behind..)?, TINFL_FLAG_PARSE_ZLIB_HEADER),
-    };
-    let flags = flags | TINFL_FLAG_USING_NON_WRAPPING_OUTPUT_BUF;
-    let (status, _, got) = decompress(&mut DecompressorOxide::new(), data, &mut cluster, 0, flags);
-    let whole = matches!(status, TINFLStatus::Done | TINFLStatus::HasMoreOutput);
-    (whole && got as u64 >= packing.least).then(|| cluster.into())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn the_cache_is_bounded_and_the_least_recently_used_cluster_is_evicted_first() {
-        let cached = DecompressedCache::default();
+        let cached = DecompressedCache::of(Path::new("disk"));
         let cluster: Arc<[u8]> = vec![0; 2 << 20].into();
         for pos in 0..8 {
             cached.insert((0, pos), cluster.clone());

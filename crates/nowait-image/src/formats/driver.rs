@@ -14,6 +14,7 @@ use serde_json::{Map, Value};
 
 use crate::error::ImageError;
 use crate::formats::chain_reader::ChainReader;
+use crate::formats::decompress::Compression;
 use crate::formats::format::Format;
 use crate::formats::layer::{BackingName, Content, Layer};
 use crate::image_file::ImageFile;
@@ -119,12 +120,21 @@ pub enum Preallocation {
     Falloc,
 }
 
+/// The optional features of a new qcow2 image.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Features {
+    /// How its clusters are compressed, where they are compressed; `None` is deflate, which programs of
+    /// any age read.
+    pub compression: Option<Compression>,
+}
+
 /// The requested properties of a new image.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CreateTerms {
     pub(crate) has_backing: bool,
     pub(crate) cluster_bytes: Option<u64>,
     pub(crate) preallocation: Preallocation,
+    pub(crate) features: Features,
 }
 
 /// How new images are made.

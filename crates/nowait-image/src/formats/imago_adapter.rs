@@ -14,7 +14,7 @@ use imago::storage::drivers::CommonStorageHelper;
 use nowait::ReadCursor;
 
 use crate::error::os_error;
-use crate::formats::mapped_disk::MappedDisk;
+use crate::formats::mapped_disk::DiskReader;
 use crate::image_file::ImageFile;
 
 /// One file, read by imago.
@@ -27,7 +27,7 @@ pub(crate) struct ImagoStorage {
     /// read behind that fails.
     cluster: Option<u64>,
     /// The disk to be read in place of the file.
-    mapped: Option<MappedDisk>,
+    mapped: Option<Box<dyn DiskReader>>,
     helper: CommonStorageHelper,
 }
 
@@ -54,8 +54,8 @@ impl ImagoStorage {
         Self { header_bytes, cluster: Some(cluster), ..Self::data(file) }
     }
 
-    /// A disk that another format's table maps, as if it were a raw file.
-    pub(crate) fn mapped(file: &Arc<ImageFile>, disk: MappedDisk) -> Self {
+    /// A disk that is read here, as if it were a raw file.
+    pub(crate) fn mapped(file: &Arc<ImageFile>, disk: Box<dyn DiskReader>) -> Self {
         Self { mapped: Some(disk), ..Self::data(file) }
     }
 

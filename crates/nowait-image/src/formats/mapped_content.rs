@@ -30,8 +30,8 @@ impl Content for MappedContent {
 
     fn disk(&self, layer: &Layer, _: Option<ImagoDisk>) -> io::Result<ImagoDisk> {
         let files = layer.data.iter().map(|file| file.storage().clone()).collect();
-        let disk = MappedDisk::new(self.table.clone(), files, layer.size);
-        let storage = ImagoStorage::mapped(&layer.file, disk);
+        let disk = MappedDisk::new(layer.file.path(), self.table.clone(), files, layer.size);
+        let storage = ImagoStorage::mapped(&layer.file, Box::new(disk));
         let gate = DenyImplicitOpenGate::default();
         Ok(FormatAccess::new(Raw::builder(storage).write(false).open(gate)?))
     }

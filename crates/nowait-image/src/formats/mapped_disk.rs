@@ -5,11 +5,13 @@
 
 use std::fmt;
 use std::fmt::Debug;
+use std::path::Path;
 use std::sync::Arc;
 
 use nowait::{Error, Operation, ReadCursor, Storage};
 
-use crate::formats::decompressed_cache::{DecompressedCache, Packing};
+use crate::formats::decompress::Packing;
+use crate::formats::decompressed_cache::DecompressedCache;
 
 /// Most files that a disk and all below it have their data in: the number of a file has eight bits.
 pub(crate) const MAX_FILES: usize = 255;
@@ -35,6 +37,18 @@ pub(crate) trait RunTable: Debug + Send + Sync {
     fn lookup(&self, pos: u64, len: u64, reads: &mut usize) -> Result<(Place, u64), Error>;
 }
 
+/// A disk that is only read.
+pub(crate) trait DiskReader: Debug + Send + Sync {
+    /// Bytes of the disk.
+    fn size(&self) -> u64;
+
+    /// Fills `memory` with the disk's bytes from `pos` on; with zeros behind its end.
+    ///
+    /// # Errors
+    /// `EIO` for damaged tables or data; the errno of a failed read.
+    fn read(&self, pos: u64, memory: ReadCursor<'_>) -> Result<(), Error>;
+}
+
 /// The error of a lookup in a damaged table.
 pub(crate) fn damaged() -> Error {
     Error::new(libc::EIO, Operation::Read)
@@ -55,9 +69,25 @@ impl fmt::Debug for MappedDisk {
     }
 }
 
+impl DiskReader for MappedDisk {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn read(&self, pos: u64, memory: ReadCursor<'_>) -> Result<(), Error> {
+        Self::read(self, pos, memory)
+    }
+}
+
 impl MappedDisk {
-    pub(crate) fn new(table: Arc<dyn RunTable>, files: Vec<Arc<dyn Storage>>, size: u64) -> Self {
-        Self { table, files, size, unpacked: DecompressedCache::default() }
+    /// The disk of the image at `path`.
+    pub(crate) fn new(
+        path: &Path,
+        table: Arc<dyn RunTable>,
+        files: Vec<Arc<dyn Storage>>,
+        size: u64,
+    ) -> Self {
+        Self { table, files, size, unpacked: DecompressedCache::of(path) }
     }
 
     pub(crate) fn table(&self) -> &dyn RunTable {

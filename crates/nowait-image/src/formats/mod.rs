@@ -4,6 +4,7 @@
 //! ([`driver::Driver`]) of an image's [`format::Format`].
 
 pub(crate) mod format;
+pub(crate) mod decompress;
 pub(crate) mod decompressed_cache;
 pub(crate) mod mapped_disk;
 pub(crate) mod table_blocks;

@@ -19,7 +19,7 @@ use crate::formats::layer::BackingName;
 use crate::formats::qcow2::header::MAX_NAME_BYTES;
 use crate::named_storages::NamedStorages;
 
-pub use crate::formats::driver::Preallocation;
+pub use crate::formats::driver::{Features, Preallocation};
 pub use crate::formats::qcow2::layout::{CLUSTER_BYTES, DEFAULT_CLUSTER_BYTES};
 
 /// The parameters of a new image.
@@ -47,6 +47,8 @@ pub struct CreateOptions {
     pub cluster_bytes: Option<u64>,
     /// The preallocation.
     pub preallocation: Preallocation,
+    /// The optional features, of a qcow2 image.
+    pub features: Features,
 }
 
 impl CreateOptions {
@@ -65,6 +67,7 @@ impl CreateOptions {
             backing_locking: Locking::Locked,
             cluster_bytes: None,
             preallocation: Preallocation::Off,
+            features: Features::default(),
         }
     }
 }
@@ -84,6 +87,7 @@ pub fn create(path: &Path, options: &CreateOptions) -> Result<u64, ImageError> {
         has_backing: options.backing.is_some(),
         cluster_bytes: options.cluster_bytes,
         preallocation: options.preallocation,
+        features: options.features,
     };
     (creation.check)(terms).map_err(refused)?;
     if fs::symlink_metadata(path).is_ok() {

@@ -11,8 +11,8 @@ use crate::formats::qcow2::entries::Cluster;
 use crate::injected_bug;
 use crate::injected_bug::ImageBug;
 
+use crate::formats::qcow2::backing_tables::{bytes_of, clusters_of};
 use crate::qcow2_disk::backing_chain::Mapping;
-use crate::qcow2_disk::backing_tables::{bytes_of, clusters_of};
 use crate::qcow2_disk::disk::Qcow2Disk;
 use crate::qcow2_disk::extent_cache::CachedMapping;
 use crate::qcow2_disk::metadata::Metadata;

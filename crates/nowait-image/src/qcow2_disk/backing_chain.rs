@@ -7,14 +7,15 @@ use std::sync::Arc;
 
 use nowait::{ByteRange, Error, ReadCursor, Storage};
 
-use crate::formats::decompressed_cache::{DecompressedCache, Form, Packing};
+use crate::formats::decompress::Packing;
+use crate::formats::decompressed_cache::DecompressedCache;
 use crate::formats::mapped_disk::{Place, RunTable};
 use crate::formats::qcow2::entries::Cluster;
 use crate::formats::qcow2::header::Header;
 use crate::injected_bug;
 use crate::injected_bug::ImageBug;
 
-use crate::qcow2_disk::backing_tables::{BackingTables, bytes_of, clusters_of};
+use crate::formats::qcow2::backing_tables::{BackingTables, bytes_of, clusters_of};
 use crate::qcow2_disk::writeback::MetadataWriteback;
 
 /// Most bytes that are read with one lookup.
@@ -100,7 +101,8 @@ impl BackingChain {
     ) -> Self {
         let files = below.iter().flat_map(|image| &image.files).chain([writeback.data()]);
         let align = direct_alignment(files);
-        Self { writeback, header, below, align, decompressed: DecompressedCache::default() }
+        let decompressed = DecompressedCache::of(writeback.host().path());
+        Self { writeback, header, below, align, decompressed }
     }
 
     /// As [`direct_alignment`], of all files.
@@ -336,9 +338,7 @@ fn mapping_of_entry(file: u8, cluster: Cluster, pos: u64, header: &Header) -> Op
             Some(Mapping::Data { file, pos: host + inside, writable: file == 0 && copied })
         }
         Cluster::Compressed { pos, len } => {
-            let bytes = header.cluster_bytes();
-            let packing = Packing { bytes, least: bytes, form: Form::Deflate };
-            Some(Mapping::Compressed { file, pos, len, skip: inside, packing })
+            Some(Mapping::Compressed { file, pos, len, skip: inside, packing: header.packing() })
         }
     }
 }

@@ -9,10 +9,10 @@ use crate::formats::qcow2::entries::{COPIED, Cluster, L1Entry, ZERO, with_copied
 use crate::formats::qcow2::header::{Header, be64};
 use crate::formats::qcow2::lookup::run_of;
 
+use crate::formats::qcow2::read_ahead::{AHEAD_BYTES, near};
 use crate::qcow2_disk::damage::{ClusterUse, Damage};
 use crate::qcow2_disk::metadata_cache::{MetadataCache, MetadataError, WriteOrder};
 use crate::qcow2_disk::metadata_clusters::MetadataClusters;
-use crate::qcow2_disk::read_ahead::{AHEAD_BYTES, near};
 use crate::qcow2_disk::refcount_allocator::{ClusterRun, DeferredFree, RefcountAllocator, put};
 
 /// The metadata of the top image of a chain.

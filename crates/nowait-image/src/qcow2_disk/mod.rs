@@ -4,7 +4,6 @@
 //! clusters apart, and that has all flushed data; no image below the top one is ever written to.
 
 mod yielding_lock;
-mod read_ahead;
 pub(crate) mod extent_cache;
 mod damage;
 mod metadata_cache;
@@ -13,7 +12,6 @@ mod metadata_survey;
 mod refcount_allocator;
 mod metadata;
 mod writeback;
-pub(crate) mod backing_tables;
 pub(crate) mod backing_chain;
 pub(crate) mod status_scan;
 mod cluster_locks;
@@ -34,6 +32,7 @@ use crate::chain::Chain;
 use crate::error::{ImageError, os_error};
 use crate::formats::layer::Layer;
 use crate::formats::mapped_disk::MAX_FILES;
+use crate::formats::qcow2::backing_tables::BackingTables;
 use crate::formats::qcow2::content::header_of;
 use crate::formats::qcow2::header::Header;
 use crate::formats::qcow2::lookup::read_table;
@@ -46,7 +45,6 @@ pub use disk::Qcow2Map;
 pub use sim_image::{new_simulated, open_simulated};
 
 use backing_chain::{BackingChain, BackingImage, Kind};
-use backing_tables::BackingTables;
 use extent_cache::ExtentCache;
 use metadata::Metadata;
 use metadata_cache::MetadataCache;

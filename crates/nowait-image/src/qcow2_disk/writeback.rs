@@ -101,6 +101,11 @@ impl MetadataWriteback {
         &self.data
     }
 
+    /// The file with the metadata.
+    pub(crate) fn host(&self) -> &ImageFile {
+        &self.host
+    }
+
     fn file(&self) -> &dyn Storage {
         &**self.separate.as_ref().unwrap_or(&self.data)
     }

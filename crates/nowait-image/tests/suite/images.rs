@@ -96,6 +96,7 @@ impl Images {
                 4 => options.push("refcount_bits=64".into()),
                 5 if below.is_none() => options.push(format!("data_file={name}.data")),
                 6 if below.is_none() => options.push("preallocation=metadata".into()),
+                7 => options.push("compression_type=zstd".into()),
                 _ => {}
             }
         }

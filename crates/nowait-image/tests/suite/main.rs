@@ -19,3 +19,4 @@ mod resize;
 mod served;
 mod vhdx;
 mod vmdk;
+mod zstd;

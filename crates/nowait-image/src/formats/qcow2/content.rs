@@ -6,14 +6,17 @@ use std::io;
 use std::sync::Arc;
 
 use imago::qcow2::Qcow2;
+use imago::raw::Raw;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder};
 
 use crate::error::ImageError;
+use crate::formats::decompress::Compression;
 use crate::formats::driver::{OpenTerms, Opened};
 use crate::formats::imago_adapter::ImagoStorage;
 use crate::formats::layer::{BackingName, Content, ImagoDisk, Layer};
 use crate::formats::qcow2::encode::encode;
 use crate::formats::qcow2::header::{Header, INCOMPATIBLE_DATA_FILE};
+use crate::formats::qcow2::table_reader::TableReader;
 use crate::image_file::ImageFile;
 
 impl Content for Header {
@@ -26,6 +29,12 @@ impl Content for Header {
     }
 
     fn disk(&self, layer: &Layer, below: Option<ImagoDisk>) -> io::Result<ImagoDisk> {
+        if self.compression != Compression::Deflate {
+            let disk = TableReader::new(self, layer, below)?;
+            let storage = ImagoStorage::mapped(&layer.file, Box::new(disk));
+            let gate = DenyImplicitOpenGate::default();
+            return Ok(FormatAccess::new(Raw::builder(storage).write(false).open(gate)?));
+        }
         let storage =
             ImagoStorage::behind_header(&layer.file, sanitized(self), self.cluster_bytes());
         let image = Qcow2::<ImagoStorage>::builder(storage)

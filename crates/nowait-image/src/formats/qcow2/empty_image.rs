@@ -4,6 +4,7 @@
 
 use std::io;
 
+use crate::formats::decompress::Compression;
 use crate::formats::driver::{CreateTerms, Preallocation};
 use crate::formats::layer::BackingName;
 use crate::formats::qcow2::encode::encode;
@@ -36,8 +37,9 @@ pub(crate) fn write(
     terms: CreateTerms,
 ) -> Result<io::Result<()>, String> {
     let bits = layout::cluster_bits(terms.cluster_bytes)?;
-    let layout =
-        ImageLayout::new(Header { backing, ..Header::empty(size, bits) }, terms.preallocation)?;
+    let header = Header { backing, ..Header::empty(size, bits) };
+    let compression = terms.features.compression.unwrap_or(Compression::Deflate);
+    let layout = ImageLayout::new(header.with_compression(compression), terms.preallocation)?;
     Ok(layout.write(file, terms.preallocation))
 }
 

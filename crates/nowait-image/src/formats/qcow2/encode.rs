@@ -5,6 +5,7 @@
 
 use std::os::unix::ffi::OsStrExt;
 
+use crate::formats::decompress::Compression;
 use crate::formats::qcow2::header::{EXTENSION_BACKING_FORMAT, Header, MAGIC, V3_BYTES};
 
 /// The fields of version 3, and padding to a multiple of 8.
@@ -14,6 +15,12 @@ const EXTENSION_HEAD_BYTES: usize = 8;
 /// `header` as bytes, from the beginning of the file on.
 pub(crate) fn encode(header: &Header) -> Vec<u8> {
     let mut bytes = vec![0; FIELDS_BYTES];
+    // The field for the compression is there where it is needed.
+    let (len, compression) = match header.compression {
+        Compression::Deflate => (V3_BYTES, 0),
+        Compression::Zstd => (FIELDS_BYTES, 1),
+        Compression::Unknown(number) => (FIELDS_BYTES, number),
+    };
     let mut put = |at: usize, value: &[u8]| {
         if let Some(field) = bytes.get_mut(at..at + value.len()) {
             field.copy_from_slice(value);
@@ -33,11 +40,12 @@ pub(crate) fn encode(header: &Header) -> Vec<u8> {
         put(72, &header.incompatible.to_be_bytes());
         put(88, &header.autoclear.to_be_bytes());
         put(96, &header.refcount_order.to_be_bytes());
-        put(100, &(V3_BYTES as u32).to_be_bytes());
+        put(100, &(len as u32).to_be_bytes());
+        put(V3_BYTES, &[compression]);
     }
     if let Some(backing) = &header.backing {
-        // The extensions of version 3 begin behind its fields, without the padding.
-        bytes.truncate(V3_BYTES);
+        // The extensions begin behind the fields, without the padding.
+        bytes.truncate(len);
         if let Some(format) = &backing.format {
             bytes.extend(EXTENSION_BACKING_FORMAT.to_be_bytes());
             bytes.extend((format.len() as u32).to_be_bytes());

@@ -7,6 +7,7 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 
 use crate::error::ImageError;
+use crate::formats::decompress::{Compression, Form, Packing};
 use crate::formats::layer::BackingName;
 use crate::image_file::ImageFile;
 
@@ -50,17 +51,6 @@ const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
 const COMPATIBLE_LAZY_REFCOUNTS: u64 = 1 << 0;
 const AUTOCLEAR_BITMAPS: u64 = 1 << 0;
 const AUTOCLEAR_DATA_FILE_RAW: u64 = 1 << 1;
-
-/// The compression of an image's clusters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Compression {
-    /// Deflate, without a zlib header (QEMU calls it zlib).
-    Deflate,
-    /// Zstandard.
-    Zstd,
-    /// An unknown number.
-    Unknown(u8),
-}
 
 /// The list of an image's dirty bitmaps (QEMU docs/interop/qcow2.txt, "Bitmaps extension").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -149,6 +139,15 @@ impl Header {
             bitmaps: None,
             encryption: 0,
         }
+    }
+
+    /// This header, of an image whose clusters are compressed by `compression`.
+    pub(crate) fn with_compression(self, compression: Compression) -> Self {
+        let incompatible = match compression {
+            Compression::Deflate => self.incompatible & !INCOMPATIBLE_COMPRESSION,
+            _ => self.incompatible | INCOMPATIBLE_COMPRESSION,
+        };
+        Self { compression, incompatible, ..self }
     }
 
     /// Reads the header of the image in `file`.
@@ -458,6 +457,15 @@ impl Header {
         self.incompatible & INCOMPATIBLE_CORRUPT != 0
     }
 
+    /// How a compressed cluster is compressed.
+    pub(crate) const fn packing(&self) -> Packing {
+        let form = match self.compression {
+            Compression::Zstd => Form::Zstd,
+            Compression::Deflate | Compression::Unknown(_) => Form::Deflate,
+        };
+        Packing { bytes: self.cluster_bytes(), least: self.cluster_bytes(), form }
+    }
+
     /// Whether L2 entries have 16 bytes.
     #[must_use]
     pub const fn has_extended_l2(&self) -> bool {
@@ -503,9 +511,11 @@ impl Header {
         } else if self.is_dirty() && writable {
             "its writer was interrupted and left it marked dirty (read it with --read-only, put it \
              right with nowait check --repair)"
-        } else if self.compression != Compression::Deflate {
-            "it is compressed in a way that is not supported, zstd or newer \
-             (qemu-img convert -o compression_type=zlib makes one that is)"
+        } else if let Compression::Unknown(number) = self.compression {
+            return Err(format!(
+                "its compression type {number} is not known here (qemu-img convert -o \
+                 compression_type=zlib makes one that is)"
+            ));
         } else if writable && self.snapshots > 0 {
             "it has internal snapshots and is only read here (open it read-only, or remove them \
              with qemu-img snapshot -d)"

@@ -8,10 +8,11 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use crate::error::{ImageError, plain};
+use crate::formats::decompress::Compression;
 use crate::formats::driver::{Fact, ImageInfo};
 use crate::formats::format::Format;
 use crate::formats::qcow2::bitmaps::Bitmap;
-use crate::formats::qcow2::header::{Compression, Header};
+use crate::formats::qcow2::header::Header;
 use crate::image_file::ImageFile;
 
 struct Qcow2Info {
@@ -108,6 +109,9 @@ impl Qcow2Info {
         if header.has_data_file() {
             let name = header.data_file.as_deref().map_or("not recorded".into(), shown);
             tell("data file", name);
+        }
+        if header.compression != Compression::Deflate {
+            tell("compression", self.compression().to_owned());
         }
         if header.snapshots > 0 {
             tell("snapshots", header.snapshots.to_string());

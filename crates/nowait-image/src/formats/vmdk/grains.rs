@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use nowait::Error;
 
-use crate::formats::decompressed_cache::{Form, Packing};
+use crate::formats::decompress::{Form, Packing};
 use crate::formats::mapped_disk::{Place, RunTable, damaged};
 use crate::formats::table_blocks::TableBlocks;
 use crate::formats::vmdk::descriptor::SECTOR_BYTES;

@@ -1,4 +1,4 @@
-//! The tables of an image below the top one, read on demand and cached.
+//! The tables of an image that is only read, such as one below the top one: read on demand and cached.
 //!
 //! Invariant: no process writes to such an image, so that cached tables stay valid. The cache is
 //! bounded, whatever the image contains.
@@ -11,9 +11,8 @@ use nowait::{Error, Operation};
 use crate::formats::qcow2::entries::{Cluster, L1Entry};
 use crate::formats::qcow2::header::{Header, be64};
 use crate::formats::qcow2::lookup::run_of;
+use crate::formats::qcow2::read_ahead::near;
 use crate::image_file::ImageFile;
-
-use crate::qcow2_disk::read_ahead::near;
 
 /// Bytes of tables that are read at once, aligned to that. A table that crosses the border of a
 /// block is cut between two entries.
@@ -23,7 +22,7 @@ const MAX_AHEAD: usize = 256;
 /// Blocks in the cache.
 const MAX_BLOCKS: usize = 64;
 
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct CachedBlocks {
     blocks: HashMap<u64, Arc<[u8]>>,
     /// Positions, the oldest block first.
@@ -31,6 +30,7 @@ struct CachedBlocks {
 }
 
 /// The tables of an image that is only read.
+#[derive(Debug)]
 pub(crate) struct BackingTables {
     header: Box<Header>,
     host: Arc<ImageFile>,
