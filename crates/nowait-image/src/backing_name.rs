@@ -17,6 +17,7 @@ use crate::formats::format::Format;
 use crate::image_file::{ImageFile, Opening};
 use crate::named_storages::NamedStorages;
 use crate::path_policy::PathPolicy;
+use crate::snapshot_name;
 
 /// A parsed name.
 #[derive(Debug, PartialEq, Eq)]
@@ -74,6 +75,8 @@ pub(crate) struct OpenedBacking {
     pub(crate) file: ImageFile,
     /// Whether it is a storage that the user has given.
     pub(crate) is_storage: bool,
+    /// The internal snapshot of it that is meant.
+    pub(crate) snapshot: Option<OsString>,
     /// The format, if the name tells it.
     format: Option<Format>,
 }
@@ -101,8 +104,14 @@ impl OpenedBacking {
         };
         let urls = match place {
             Place::File(name) => {
-                let file = policy.backing_file(image, &name, opening)?;
-                return Ok(Self { file, is_storage: false, format });
+                let directory = image.parent().unwrap_or(Path::new(""));
+                let plain = plain_name(&name).map_or(&*name, Path::as_os_str);
+                let (name, snapshot) = match snapshot_name::split(plain, directory) {
+                    Some((file, snapshot)) => (file, Some(snapshot.to_owned())),
+                    None => (&*name, None),
+                };
+                let file = policy.backing_file(image, name, opening)?;
+                return Ok(Self { file, is_storage: false, snapshot, format });
             }
             Place::Url(urls) => urls,
         };
@@ -111,7 +120,7 @@ impl OpenedBacking {
                 urls.iter().find_map(|url| Some((url, storages.get(url)?)))
         {
             let file = ImageFile::on_storage(PathBuf::from(url), storage.clone());
-            return Ok(Self { file, is_storage: true, format });
+            return Ok(Self { file, is_storage: true, snapshot: None, format });
         }
         let can_be_given = urls.iter().find(|url| storages.can_be_given(url));
         let advised = can_be_given.and_then(|url| argument(OsStr::new(url)));

@@ -5,7 +5,7 @@
 //! changed. A format is guessed only for the first file, only by a format's own first bytes, and never
 //! for a block device.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 use nowait::{Direct, Storage};
 
 use crate::backing_name::OpenedBacking;
-use crate::error::ImageError;
+use crate::error::{ImageError, plain};
 use crate::formats::driver::{OpenTerms, Opened, OtherFiles};
 use crate::formats::format::Format;
 use crate::formats::layer::Layer;
@@ -26,6 +26,7 @@ use crate::image_file::{FileId, ImageFile, Opening};
 use crate::lock::{Access, LockError};
 use crate::named_storages::NamedStorages;
 use crate::path_policy::PathPolicy;
+use crate::snapshot_name::snapshot_in;
 use crate::warning::Warning;
 use crate::{base_version, lock, lock_holder};
 
@@ -67,6 +68,19 @@ impl Purpose {
             Self::Repair => format.cannot_be("repaired"),
             Self::Commit => format.cannot_be("committed to"),
         }
+    }
+}
+
+impl Purpose {
+    /// Refuses to write to the internal snapshot `snapshot` of `file`.
+    fn refuse_snapshot(self, file: &ImageFile, snapshot: &OsStr) -> ImageError {
+        let shown = plain(&snapshot.to_string_lossy());
+        let remedy = match self {
+            Self::Write => "say --read-only",
+            Self::Resize | Self::Repair | Self::Commit => "leave out the @ and its name",
+        };
+        let why = format!("its internal snapshot '{shown}' is only read ({remedy})");
+        ImageError::refused(file.path(), why)
     }
 }
 
@@ -169,14 +183,19 @@ pub struct Chain {
 struct PendingLayer {
     file: ImageFile,
     format: Option<Format>,
+    /// The internal snapshot that is meant.
+    snapshot: Option<OsString>,
 }
 
 impl Chain {
-    /// Opens the image at `path` and all images below it.
+    /// Opens the image at `path` and all images below it. `path` may be that of a file, an `@`, and the name
+    /// or ID of an internal snapshot, if there is no file of that name ([`crate::snapshot_in`]).
     ///
     /// # Errors
     /// One line that names the file and what is wrong with it. No file was changed.
     pub fn open(path: &Path, options: &ChainOptions) -> Result<Self, ImageError> {
+        let (file, snapshot) = snapshot_in(path).unzip();
+        let path = file.as_deref().unwrap_or(path);
         let opening = options.opening(options.writable);
         let file = match options.no_links {
             true => ImageFile::open_without_links(path, opening)?,
@@ -184,7 +203,7 @@ impl Chain {
         };
         let ChainOptions { backing_dirs, data_files, .. } = options;
         let policy = PathPolicy::new(path, !file.is_block_device(), backing_dirs, data_files)?;
-        Self::from(PendingLayer { file, format: options.format }, options, &policy)
+        Self::from(PendingLayer { file, format: options.format, snapshot }, options, &policy)
     }
 
     /// Opens the image in `storage`, which is called `name`, and all images below it: files in the
@@ -200,7 +219,8 @@ impl Chain {
         let ChainOptions { backing_dirs, data_files, .. } = options;
         let policy = PathPolicy::new(name, false, backing_dirs, data_files)?;
         let file = ImageFile::on_storage(name.to_owned(), storage);
-        Self::from(PendingLayer { file, format: options.format }, options, &policy)
+        let first = PendingLayer { file, format: options.format, snapshot: None };
+        Self::from(first, options, &policy)
     }
 
     /// Opens the backing file `name` of an image that is to be made at `path`, with all images
@@ -217,14 +237,14 @@ impl Chain {
         let storages = &options.backing_storages;
         let backing = OpenedBacking::open(path, name, Opening::ReadOnly, &policy, storages)?;
         let format = backing.format(path, options.format)?;
-        let OpenedBacking { file, is_storage, .. } = backing;
+        let OpenedBacking { file, is_storage, snapshot, .. } = backing;
         if format.is_none() && (is_storage || signature_of(&file)?.is_some()) {
             let why = "the format of its backing file is not guessed, because a guest may have made a raw \
                        disk begin like an image (give --backing-format)";
             return Err(ImageError::refused(path, why));
         }
         let format = format.or(Some(Format::Raw));
-        Self::from(PendingLayer { file, format }, options, &policy)
+        Self::from(PendingLayer { file, format, snapshot }, options, &policy)
     }
 
     fn from(
@@ -235,7 +255,7 @@ impl Chain {
         let mut chain = Self { layers: Vec::new(), warnings: Vec::new(), handed_over: Vec::new() };
         let mut pending = Some(first);
         let mut seen = Vec::new();
-        while let Some(PendingLayer { file, format }) = pending.take() {
+        while let Some(PendingLayer { file, format, snapshot }) = pending.take() {
             let refused = |what: String| Err(ImageError::refused(file.path(), what));
             if chain.layers.len() == MAX_LAYERS {
                 return refused(format!("more than {MAX_LAYERS} images stand on each other"));
@@ -250,7 +270,8 @@ impl Chain {
                 }
                 seen.push(identity);
             }
-            let layer = chain.open_layer(file, format, options, policy)?;
+            let snapshot = snapshot.as_deref();
+            let layer = chain.open_layer(file, format, snapshot, options, policy)?;
             let opening = options.opening(options.writes(chain.layers.len() + 1));
             pending = backing_of(&layer, opening, policy, &options.backing_storages)?;
             chain.layers.push(layer);
@@ -288,7 +309,8 @@ impl Chain {
         let options = ChainOptions { locking: Locking::Unlocked, ..options };
         let mut chain = Self { layers: Vec::new(), warnings: Vec::new(), handed_over: Vec::new() };
         for (file, format) in files {
-            let layer = chain.open_layer(file, Some(format), &options, &PathPolicy::default())?;
+            let policy = PathPolicy::default();
+            let layer = chain.open_layer(file, Some(format), None, &options, &policy)?;
             chain.layers.push(layer);
         }
         Ok(chain)
@@ -340,6 +362,7 @@ impl Chain {
         &mut self,
         file: ImageFile,
         format: Option<Format>,
+        snapshot: Option<&OsStr>,
         options: &ChainOptions,
         policy: &PathPolicy,
     ) -> Result<Layer, ImageError> {
@@ -358,10 +381,16 @@ impl Chain {
         if writable && !format.driver().writable {
             return Err(ImageError::refused(file.path(), options.purpose.refusal(format)));
         }
+        if let Some(snapshot) = snapshot {
+            format.check_snapshot(&file, snapshot)?;
+            if writable {
+                return Err(options.purpose.refuse_snapshot(&file, snapshot));
+            }
+        }
         let file = Arc::new(file);
         let damaged = top && options.damaged;
         let mut named = NamedFiles { chain: self, writable, options, policy };
-        let mut terms = OpenTerms { writable, damaged, files: &mut named };
+        let mut terms = OpenTerms { writable, damaged, snapshot, files: &mut named };
         let opened = (format.driver().open)(&file, &mut terms)?;
         if opened.marked_corrupt {
             self.warnings.push(Warning::MarkedCorrupt(file.path().to_owned()));
@@ -462,7 +491,7 @@ fn backing_of(
         },
     };
     let format = opened.format(image, recorded)?;
-    let OpenedBacking { file, is_storage, .. } = opened;
+    let OpenedBacking { file, is_storage, snapshot, .. } = opened;
     // A guest with a raw disk can make it begin like qcow2 and name any file of the host as the
     // backing file. A file without a known signature can only be raw.
     if format.is_none() && (is_storage || signature_of(&file)?.is_some()) {
@@ -472,5 +501,5 @@ fn backing_of(
              (record it with qemu-img rebase -u -b BACKING -F FORMAT)",
         ));
     }
-    Ok(Some(PendingLayer { file, format: format.or(Some(Format::Raw)) }))
+    Ok(Some(PendingLayer { file, format: format.or(Some(Format::Raw)), snapshot }))
 }

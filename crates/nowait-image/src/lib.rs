@@ -18,6 +18,7 @@ mod injected_bug;
 #[cfg(test)]
 mod tests;
 mod file_name;
+mod snapshot_name;
 mod image_file;
 pub mod formats;
 mod atomic_file;
@@ -54,4 +55,5 @@ pub use injected_bug::{ImageBug, inject};
 pub use mounts::in_use;
 pub use named_storages::NamedStorages;
 pub use offline::{check, commit, create, map, repair, resize};
+pub use snapshot_name::{file_in, snapshot_in};
 pub use warning::Warning;

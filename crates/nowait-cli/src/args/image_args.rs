@@ -21,7 +21,7 @@ use nowait_daemon::size;
 /// An image that is opened with its backing chain.
 #[derive(Debug, Args)]
 pub(crate) struct ImageArgs {
-    /// The image
+    /// The image; IMAGE@NAME is an internal snapshot of a qcow2 image
     pub(crate) image: PathBuf,
 
     /// Format of IMAGE: raw, qcow2, vmdk or vhdx; without it qcow2 if it begins like that, vmdk or

@@ -46,7 +46,7 @@ JSON keys (null where not known):
   registered_bytes_limit (of buffers; null without io_uring, and where none applies),
   and those of \"qemu-img info --output=json\": filename, format, virtual-size, actual-size,
   cluster-size, dirty-flag, backing-filename, full-backing-filename, backing-filename-format,
-  format-specific; and snapshots_count
+  format-specific, snapshots; and snapshots_count
 
 Exit status:
   0   success

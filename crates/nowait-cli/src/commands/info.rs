@@ -11,7 +11,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 use nowait::RegisteredMemory;
-use nowait_image::{Format, ImageError, ImageFile, ImageInfo, Signature};
+use nowait_image::{Format, ImageError, ImageFile, ImageInfo, Signature, snapshot_in};
 use nowait_remote::Location;
 use rustix::fs::{OFlags, SeekFrom};
 use rustix::io::Errno;
@@ -86,6 +86,8 @@ pub(crate) fn run(args: &InfoArgs) -> Result<(), CliError> {
 }
 
 fn gather(image: &Path, format: Option<Format>) -> Result<Facts, CliError> {
+    let (file, snapshot) = snapshot_in(image).unzip();
+    let image = file.as_deref().unwrap_or(image);
     let cannot =
         |doing: &str, error: io::Error| CliError::at(image, open_message(image, doing, &error));
     // stat(2) comes before the open: opening a pipe would block, opening a tape would rewind it.
@@ -102,7 +104,7 @@ fn gather(image: &Path, format: Option<Format>) -> Result<Facts, CliError> {
     let host = ImageFile::open(image, false).map_err(failed)?;
     let signature = Signature::probe(&host).ok().flatten();
     let format = format.map_or_else(|| Format::probe(&host), Ok).map_err(failed)?;
-    let header = format.info(&host, image).map_err(failed)?;
+    let header = format.info(&host, image, snapshot.as_deref()).map_err(failed)?;
     let stat = file.metadata().map_err(|error| cannot("look at it", error))?;
     // Unlike st_size, lseek(2) with SEEK_END is right for block devices, too.
     let size_bytes = rustix::fs::seek(&file, SeekFrom::End(0))

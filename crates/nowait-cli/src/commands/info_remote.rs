@@ -120,7 +120,7 @@ fn header(
     storage: Arc<dyn Storage>,
 ) -> Result<Option<ImageInfo>, CliError> {
     let file = ImageFile::on_storage(image.to_owned(), storage);
-    format.info(&file, image).map_err(|error| CliError::of_image(&error))
+    format.info(&file, image, None).map_err(|error| CliError::of_image(&error))
 }
 
 impl Facts {

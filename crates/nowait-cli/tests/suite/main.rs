@@ -59,6 +59,7 @@ mod panics;
 mod polling;
 mod protocol_violations;
 mod qcow2;
+mod qcow2_features;
 mod qemu;
 mod reachable_files;
 mod read_only_images;

@@ -3,6 +3,7 @@
 //! Invariant: a path is used without symbolic links, and only in a directory that the user has allowed;
 //! a URI only if `--allow-uri` has it.
 
+use nowait_image::snapshot_in;
 use std::path::{Path, PathBuf};
 
 use crate::error::{open_message, without_secrets};
@@ -99,7 +100,14 @@ pub(crate) fn absolute(path: &Path) -> Result<&Path, ControlError> {
 fn inside(allowed: &[PathBuf], path: &Path) -> Result<PathBuf, ControlError> {
     let allowed = allowed.iter().filter_map(|dir| dir.canonicalize().ok());
     // A path elsewhere is refused in the same words whether there is something or not.
-    match path.canonicalize() {
+    let (file, snapshot) = snapshot_in(path).unzip();
+    match file.as_deref().unwrap_or(path).canonicalize() {
+        Ok(real) if allowed.clone().any(|dir| real.starts_with(dir)) && snapshot.is_some() => {
+            let mut name = real.into_os_string();
+            name.push("@");
+            name.push(snapshot.unwrap_or_default());
+            Ok(name.into())
+        }
         Ok(real) if allowed.clone().any(|dir| real.starts_with(dir)) => Ok(real),
         Err(error) if allowed.clone().any(|dir| path.starts_with(dir)) => {
             let why = open_message(path, "find it", &error);

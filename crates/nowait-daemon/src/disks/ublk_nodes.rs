@@ -3,6 +3,7 @@
 //! Invariant: an export has at most one; those that were handed over are the running program's, with its numbers. A node
 //! that appeared is removed again if another one cannot appear.
 
+use nowait_image::file_in;
 use std::collections::BTreeMap;
 use std::fs::{self, File, Metadata};
 use std::io;
@@ -128,7 +129,7 @@ fn open(
 fn image_ids(opened: &OpenedDisk) -> Result<Vec<u64>, CliError> {
     let image = &opened.named.image;
     let failed = |error: io::Error| CliError::at(image, error);
-    let mut ids = vec![image_id(&fs::metadata(image).map_err(failed)?)];
+    let mut ids = vec![image_id(&fs::metadata(file_in(image)).map_err(failed)?)];
     for file in opened.image.held_files() {
         let file = file.try_clone_to_owned().map(File::from).map_err(failed)?;
         ids.push(image_id(&file.metadata().map_err(failed)?));

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::{env, fs, iter};
 
 use crate::error::{CliError, without_secrets};
-use nowait_image::{ChainOptions, Format, Image};
+use nowait_image::{ChainOptions, Format, Image, file_in};
 use nowait_nbd::Address;
 use nowait_remote::Location;
 
@@ -50,7 +50,7 @@ pub(crate) fn files_of_images(config: &ServeConfig) -> Vec<(String, String)> {
         return Vec::new();
     }
     let told = |image: &PathBuf| {
-        let mut found = fs::metadata(image).ok();
+        let mut found = fs::metadata(file_in(image)).ok();
         if !config.read_only && found.as_ref().is_some_and(fs::Metadata::is_file) {
             // An overlay file system makes a copy, another file, when it is opened for writing.
             let written = fs::OpenOptions::new().write(true).open(image);
@@ -97,7 +97,8 @@ impl<'a> ReceiverPolicy<'a> {
         files: &str,
     ) -> Result<Self, CliError> {
         let images = images(config)?;
-        let directory = |image: &PathBuf| Some(image.canonicalize().ok()?.parent()?.to_owned());
+        let directory =
+            |image: &PathBuf| Some(file_in(image).canonicalize().ok()?.parent()?.to_owned());
         let directories = images.iter().filter_map(directory).collect();
         let files = files.split(' ').map(parse_numbers).chain(iter::repeat(None));
         Ok(Self { config, images: images.into_iter().zip(files).collect(), directories, places })

@@ -23,6 +23,8 @@ pub(crate) type Resize = fn(&[Layer], u64) -> Result<(), ImageError>;
 pub(crate) type Commit = fn(&[Layer], &mut CommitTerms<'_>) -> Result<Committed, ImageError>;
 pub(crate) type Written = Result<io::Result<()>, String>;
 pub(crate) type WriteEmpty = fn(&ImageFile, u64, Option<BackingName>, CreateTerms) -> Written;
+pub(crate) type Describe =
+    fn(&ImageFile, &Path, Option<&OsStr>) -> Result<Option<ImageInfo>, ImageError>;
 pub(crate) type NewBuilder = fn(u64, Option<u64>) -> Result<Box<dyn ImageBuilder>, String>;
 
 /// The row of a format.
@@ -41,6 +43,8 @@ pub struct Driver {
     pub(crate) size_unit: u64,
     /// Whether images are written to.
     pub(crate) writable: bool,
+    /// Whether images may have internal snapshots that can be opened.
+    pub(crate) has_snapshots: bool,
     /// The bytes that an image begins with: one of these.
     pub(crate) magics: &'static [&'static [u8]],
     /// Reads and checks the header, and opens the files that it names.
@@ -53,8 +57,8 @@ pub struct Driver {
     pub(crate) resize: Option<Resize>,
     /// Commits the first layer to the second one.
     pub(crate) commit: Option<Commit>,
-    /// Describes the image in a file at a path; `None` if it has no header.
-    pub(crate) info: fn(&ImageFile, &Path) -> Result<Option<ImageInfo>, ImageError>,
+    /// Describes the image in a file at a path, or its disk as of a snapshot; `None` if it has no header.
+    pub(crate) info: Describe,
 }
 
 impl Driver {
@@ -76,6 +80,8 @@ pub(crate) struct OpenTerms<'a> {
     pub(crate) writable: bool,
     /// Whether an image that is marked dirty or corrupt is accepted.
     pub(crate) damaged: bool,
+    /// The internal snapshot whose disk is opened, by its name or ID; only of a format that has such.
+    pub(crate) snapshot: Option<&'a OsStr>,
     pub(crate) files: &'a mut dyn OtherFiles,
 }
 

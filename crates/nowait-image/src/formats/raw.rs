@@ -2,6 +2,7 @@
 //!
 //! Invariant: an image is as long as its disk.
 
+use std::ffi::OsStr;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -29,6 +30,7 @@ pub(crate) const DRIVER: Driver = Driver {
     guessed_ending: None,
     size_unit: 1,
     writable: true,
+    has_snapshots: false,
     magics: &[],
     open,
     create: Some(Creation { check: check_terms, write, builder: None }),
@@ -104,7 +106,7 @@ pub(crate) fn resize(layer: &Layer, size: u64) -> Result<(), ImageError> {
     file.set_len(size).and_then(|()| file.sync()).map_err(failed)
 }
 
-fn no_info(_: &ImageFile, _: &Path) -> Result<Option<ImageInfo>, ImageError> {
+fn no_info(_: &ImageFile, _: &Path, _: Option<&OsStr>) -> Result<Option<ImageInfo>, ImageError> {
     Ok(None)
 }
 

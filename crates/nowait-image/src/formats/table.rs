@@ -2,9 +2,10 @@
 //!
 //! Invariant: each format has one row, and each name leads to one format.
 
+use std::ffi::OsStr;
 use std::path::Path;
 
-use crate::error::ImageError;
+use crate::error::{ImageError, plain};
 use crate::formats::driver::{Driver, ImageBuilder, ImageInfo};
 use crate::formats::format::Format;
 use crate::formats::{qcow2, raw, vhdx, vmdk};
@@ -60,12 +61,39 @@ impl Format {
         self.driver().name
     }
 
-    /// Describes the image in `file`, which is called `path`, by its header; `None` if it has none.
+    /// Describes the image in `file`, which is called `path`, by its header; `None` if it has none. With
+    /// `snapshot`, the name or ID of an internal one, its size is that of the disk then.
     ///
     /// # Errors
-    /// A refusal of bytes that are no such header; the errno of a failed read.
-    pub fn info(self, file: &ImageFile, path: &Path) -> Result<Option<ImageInfo>, ImageError> {
-        (self.driver().info)(file, path)
+    /// A refusal of bytes that are no such header, and of a snapshot that it does not have; the errno of a
+    /// failed read.
+    pub fn info(
+        self,
+        file: &ImageFile,
+        path: &Path,
+        snapshot: Option<&OsStr>,
+    ) -> Result<Option<ImageInfo>, ImageError> {
+        if let Some(snapshot) = snapshot {
+            self.check_snapshot(file, snapshot)?;
+        }
+        (self.driver().info)(file, path, snapshot)
+    }
+
+    /// Refuses a snapshot of `file` where the format has none.
+    ///
+    /// # Errors
+    /// The refusal.
+    pub(crate) fn check_snapshot(
+        self,
+        file: &ImageFile,
+        snapshot: &OsStr,
+    ) -> Result<(), ImageError> {
+        if self.driver().has_snapshots {
+            return Ok(());
+        }
+        let shown = plain(&snapshot.to_string_lossy());
+        let why = format!("a {} image has no internal snapshots such as '{shown}'", self.name());
+        Err(ImageError::refused(file.path(), why))
     }
 
     /// Whether there is something in an image that can be checked.

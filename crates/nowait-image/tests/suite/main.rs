@@ -17,6 +17,7 @@ mod read_only_formats;
 mod refusals;
 mod resize;
 mod served;
+mod snapshots;
 mod vhdx;
 mod vmdk;
 mod zstd;

@@ -76,16 +76,19 @@ pub(crate) fn header_of(layer: &Layer) -> Result<&Header, ImageError> {
 }
 
 pub(crate) fn open(file: &Arc<ImageFile>, terms: &mut OpenTerms<'_>) -> Result<Opened, ImageError> {
-    let header = Header::read(file)?;
+    let mut header = Header::read(file)?;
     let marked = header.is_dirty() || header.is_corrupt();
     let supported = match terms.damaged && marked {
         true => header.understood(),
         false => header.supported(terms.writable),
     };
+    supported.map_err(|why| ImageError::refused(file.path(), why))?;
+    if let Some(snapshot) = terms.snapshot {
+        header = header.of_snapshot(file, snapshot)?;
+    }
     let bytes = file.size().map_err(|e| ImageError::os(file.path(), "find its size", &e))?;
     let fits = if terms.damaged { Ok(()) } else { header.fits(bytes) };
-    let usable = supported.and(fits);
-    usable.map_err(|why| ImageError::refused(file.path(), why))?;
+    fits.map_err(|why| ImageError::refused(file.path(), why))?;
     let data = match (header.has_data_file(), &header.data_file) {
         (false, _) => file.clone(),
         (true, Some(name)) => terms.files.data_file(file, name)?,

@@ -101,6 +101,8 @@ pub struct Header {
     pub bitmaps: Option<BitmapDirectory>,
     /// 0 none, 1 AES, 2 LUKS.
     pub encryption: u32,
+    /// Whether the disk, its size and the L1 table are those of an internal snapshot.
+    pub is_snapshot: bool,
 }
 
 /// A big-endian number of four bytes at `at`; 0 behind the end of `bytes`.
@@ -138,6 +140,7 @@ impl Header {
             compression: Compression::Deflate,
             bitmaps: None,
             encryption: 0,
+            is_snapshot: false,
         }
     }
 
@@ -201,6 +204,7 @@ impl Header {
             compression: Compression::Deflate,
             bitmaps: None,
             encryption: be32(bytes, 32),
+            is_snapshot: false,
         };
         header.check_numbers()?;
         let len = if three { be32(bytes, 100) as usize } else { V2_BYTES };
@@ -227,7 +231,8 @@ impl Header {
         Ok(header)
     }
 
-    fn check_numbers(&self) -> Result<(), String> {
+    /// Checks that the numbers are within the limits.
+    pub(crate) fn check_numbers(&self) -> Result<(), String> {
         let damaged = |what: String| Err(format!("its header is damaged: {what}"));
         if !(MIN_CLUSTER_BITS..=MAX_CLUSTER_BITS).contains(&self.cluster_bits) {
             return damaged(format!("clusters of 2^{} bytes", self.cluster_bits));

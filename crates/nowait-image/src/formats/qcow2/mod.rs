@@ -3,6 +3,7 @@
 
 pub(crate) mod header;
 pub(crate) mod bitmaps;
+pub(crate) mod snapshots;
 pub(crate) mod encode;
 pub(crate) mod entries;
 pub(crate) mod lookup;
@@ -34,6 +35,7 @@ pub(crate) const DRIVER: Driver = Driver {
     guessed_ending: None,
     size_unit: layout::SECTOR_BYTES,
     writable: true,
+    has_snapshots: true,
     magics: &[&header::MAGIC],
     open: content::open,
     create: Some(Creation {

@@ -3,6 +3,7 @@
 //! Invariant: only IMAGE itself is opened, for reading and without a lock; a damaged or unsupported
 //! image is described as far as its header makes sense.
 
+use std::ffi::OsStr;
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
@@ -13,7 +14,11 @@ use crate::formats::driver::{Fact, ImageInfo};
 use crate::formats::format::Format;
 use crate::formats::qcow2::bitmaps::Bitmap;
 use crate::formats::qcow2::header::Header;
+use crate::formats::qcow2::snapshots::Snapshot;
 use crate::image_file::ImageFile;
+
+/// Nanoseconds in a second.
+const NANOS: u64 = 1_000_000_000;
 
 struct Qcow2Info {
     header: Header,
@@ -21,20 +26,31 @@ struct Qcow2Info {
     full_backing: Option<String>,
     /// Empty also where the bitmap directory is damaged.
     bitmaps: Vec<Bitmap>,
+    /// Empty also where their table is damaged.
+    snapshots: Vec<Snapshot>,
 }
 
 /// Reads the header from `file`, the image at path `image`.
 ///
 /// # Errors
 /// As [`Header::read`].
-pub(crate) fn read(file: &ImageFile, image: &Path) -> Result<Option<ImageInfo>, ImageError> {
+pub(crate) fn read(
+    file: &ImageFile,
+    image: &Path,
+    snapshot: Option<&OsStr>,
+) -> Result<Option<ImageInfo>, ImageError> {
     let header = Header::read(file)?;
+    let header = match snapshot {
+        Some(snapshot) => header.of_snapshot(file, snapshot)?,
+        None => header,
+    };
+    let snapshots = Snapshot::all(file, &header).unwrap_or_default();
     let bitmaps = Bitmap::all(file, &header).unwrap_or_default();
     let full_backing = header.backing.as_ref().map(|backing| {
         let directory = image.parent().unwrap_or(Path::new(""));
         backing.full(directory).to_string_lossy().into_owned()
     });
-    let info = Qcow2Info { header, full_backing, bitmaps };
+    let info = Qcow2Info { header, full_backing, bitmaps, snapshots };
     Ok(Some(ImageInfo {
         format: Format::Qcow2,
         title: format!("qcow2, version {}", info.header.version),
@@ -87,6 +103,9 @@ impl Qcow2Info {
         put("dirty-flag", json!(header.is_dirty()));
         put("format-specific", json!({ "type": "qcow2", "data": data }));
         put("snapshots_count", json!(header.snapshots));
+        if !self.snapshots.is_empty() {
+            put("snapshots", self.snapshots.iter().map(snapshot_in_json).collect());
+        }
         if let Some(backing) = &header.backing {
             put("backing-filename", json!(backing.name.to_string_lossy()));
             put("full-backing-filename", json!(self.full_backing));
@@ -115,12 +134,44 @@ impl Qcow2Info {
         }
         if header.snapshots > 0 {
             tell("snapshots", header.snapshots.to_string());
+            self.snapshots
+                .iter()
+                .for_each(|snapshot| tell("snapshot", snapshot_in_words(snapshot)));
         }
         if !self.bitmaps.is_empty() {
             tell("bitmaps", self.bitmaps.len().to_string());
         }
         lines
     }
+}
+
+/// As `qemu-img info --output=json` has it, and the size of the disk.
+fn snapshot_in_json(snapshot: &Snapshot) -> Value {
+    let (name, id) =
+        (String::from_utf8_lossy(&snapshot.name), String::from_utf8_lossy(&snapshot.id));
+    let mut object = json!({
+        "id": id,
+        "name": name,
+        "vm-state-size": snapshot.vm_state_bytes,
+        "disk-size": snapshot.disk_bytes,
+        "date-sec": snapshot.date.0,
+        "date-nsec": snapshot.date.1,
+        "vm-clock-sec": snapshot.vm_clock / NANOS,
+        "vm-clock-nsec": snapshot.vm_clock % NANOS,
+    });
+    if let Some(count) = snapshot.icount {
+        object["icount"] = json!(count);
+    }
+    object
+}
+
+fn snapshot_in_words(snapshot: &Snapshot) -> String {
+    let Snapshot { id, name, disk_bytes, vm_state_bytes, .. } = snapshot;
+    let shown = |bytes: &[u8]| plain(&String::from_utf8_lossy(bytes));
+    let date = chrono::DateTime::from_timestamp(snapshot.date.0.into(), 0);
+    let date = date.map_or(String::new(), |date| date.to_string());
+    let (id, name) = (shown(id), shown(name));
+    format!("{name} (ID {id}), {date}, disk {disk_bytes} bytes, VM state {vm_state_bytes} bytes")
 }
 
 fn bitmap_in_json(bitmap: &Bitmap) -> Value {

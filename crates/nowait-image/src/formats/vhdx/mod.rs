@@ -19,6 +19,7 @@ pub(crate) const DRIVER: Driver = Driver {
     guessed_ending: Some("vhdx"),
     size_unit: 512,
     writable: false,
+    has_snapshots: false,
     magics: &[region_table::MAGIC],
     open: vhdx_image::open,
     create: None,

@@ -2,6 +2,7 @@
 //!
 //! Invariant: all of an image is in one file.
 
+use std::ffi::OsStr;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -42,7 +43,11 @@ pub(super) fn open(file: &Arc<ImageFile>, _: &mut OpenTerms<'_>) -> Result<Opene
     Ok(Opened { content, size: sizes.disk, data: vec![file.clone()], marked_corrupt: false })
 }
 
-pub(super) fn info(file: &ImageFile, _: &Path) -> Result<Option<ImageInfo>, ImageError> {
+pub(super) fn info(
+    file: &ImageFile,
+    _: &Path,
+    _: Option<&OsStr>,
+) -> Result<Option<ImageInfo>, ImageError> {
     let (_, sizes) = read(file)?;
     let mut json = Map::new();
     json.insert("virtual-size".into(), json!(sizes.disk));

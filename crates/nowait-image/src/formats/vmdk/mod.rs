@@ -20,6 +20,7 @@ pub(crate) const DRIVER: Driver = Driver {
     guessed_ending: Some("vmdk"),
     size_unit: 512,
     writable: false,
+    has_snapshots: false,
     magics: &[&sparse_header::MAGIC, descriptor::FIRST_LINE],
     open: vmdk_image::open,
     create: None,

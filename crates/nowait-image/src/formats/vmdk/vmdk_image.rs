@@ -156,7 +156,11 @@ fn bytes_of(file: &ImageFile) -> Result<u64, ImageError> {
     file.size().map_err(|error| ImageError::os(file.path(), "find its size", &error))
 }
 
-pub(super) fn info(file: &ImageFile, _: &Path) -> Result<Option<ImageInfo>, ImageError> {
+pub(super) fn info(
+    file: &ImageFile,
+    _: &Path,
+    _: Option<&OsStr>,
+) -> Result<Option<ImageInfo>, ImageError> {
     let found = Found::read(file)?;
     let (size, Found { descriptor, header }) = (found.size(), found);
     let kind = plain(&descriptor.create_type);

@@ -53,7 +53,13 @@ pub(crate) const MAX_FINDINGS: usize = 1 << 20;
 /// # Errors
 /// The errno of a failed read.
 pub(crate) fn check(layer: &Layer, progress: Progress<'_>) -> Result<Report, ImageError> {
-    let found = find(&layer.file, header_of(layer)?, progress);
+    let header = header_of(layer)?;
+    if header.is_snapshot {
+        let why =
+            "all of an image is checked, and no snapshot alone (leave out the @ and its name)";
+        return Err(ImageError::refused(layer.file.path(), why));
+    }
+    let found = find(&layer.file, header, progress);
     let (report, _) = found.map_err(|error| ImageError::os(layer.file.path(), "read", &error))?;
     Ok(report)
 }
