@@ -67,7 +67,7 @@ pub(crate) const OPTIONS: &[(&str, &[&str], &str)] = &[
     ("copy", &["-S"], "take '--sparse 4K', or '--sparse 0' to keep zeros as data"),
     ("copy", &["-p"], "progress is shown on a terminal, unless there is '--no-progress'"),
     ("copy", &["-q", "--quiet"], "take '--no-progress'"),
-    ("copy", &["-c"], "compressed clusters are not written"),
+    ("copy", &["-c"], "take '-O qcow2 --compress'"),
     ("copy", &["-m"], "take '--requests 16'"),
     ("copy", &["-t", "-T"], "a copy always goes past the page cache where it can"),
     ("copy", &["-o"], "take '-O qcow2 --cluster-size 64K'"),

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use nowait_image::{ChainOptions, Format, ImageError};
+use nowait_image::{ChainOptions, Compression, Format, ImageError};
 
 use crate::copy_loop::Endpoints;
 pub use crate::copy_loop::{Phase, Progress};
@@ -51,6 +51,8 @@ pub struct Options {
     /// Bytes of a cluster of a qcow2 target, a power of two in
     /// [`nowait_image::create::CLUSTER_BYTES`]; `None` is 64 KiB.
     pub cluster_bytes: Option<u64>,
+    /// How the clusters of a qcow2 target are compressed; `None`: not at all.
+    pub compression: Option<Compression>,
     /// Overwrite a file that is not empty, a block device, or an object.
     pub force: bool,
     /// Overwrite a block device although it is mounted or otherwise in use.
@@ -94,6 +96,7 @@ impl Options {
             format: self.to_format,
             given: self.to_format_given,
             cluster_bytes: self.cluster_bytes,
+            compression: self.compression,
         }
     }
 }

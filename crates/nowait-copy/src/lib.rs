@@ -13,6 +13,7 @@ mod lost_ranges;
 mod buffer_pool;
 mod endpoint;
 mod file_endpoint;
+mod compressed_endpoint;
 mod object_endpoint;
 mod nbd;
 mod rescue;

@@ -15,8 +15,8 @@ use nowait::{AllocationCache, BlockDevice, FileStorage, OpenOptions};
 use nowait_image::lock::{self, Access, LockError};
 use nowait_image::lock_holder;
 use nowait_image::{
-    AtomicFile, ChainOptions, Format, ImageFile, Locking, OverwritePolicy, PROBE_BYTES, Signature,
-    settle_raw,
+    AtomicFile, ChainOptions, Compression, Format, ImageFile, Locking, OverwritePolicy,
+    PROBE_BYTES, Signature, settle_raw,
 };
 use rustix::io::Errno;
 
@@ -24,7 +24,7 @@ use crate::endpoint::Endpoint;
 use crate::error::{Error, os_message, reason};
 use crate::file_endpoint::{Content, NewImage};
 use crate::nbd::Connecting;
-use crate::{file_endpoint, nbd, object_endpoint};
+use crate::{compressed_endpoint, file_endpoint, nbd, object_endpoint};
 use nowait_remote::{Location, RemoteOptions};
 
 /// The target, ready to be written to.
@@ -154,6 +154,8 @@ pub(crate) struct TargetFormat {
     pub(crate) given: bool,
     /// Bytes of a cluster of a qcow2 image.
     pub(crate) cluster_bytes: Option<u64>,
+    /// How its clusters are compressed, if they are.
+    pub(crate) compression: Option<Compression>,
 }
 
 impl TargetFormat {
@@ -173,6 +175,17 @@ impl TargetFormat {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Refuses what only an image has, of a target that is raw.
+    fn check_clusters(self, location: &Location) -> Result<(), Error> {
+        let why = match self {
+            _ if !self.format.is_raw() => return Ok(()),
+            Self { cluster_bytes: Some(_), .. } => "clusters (leave out --cluster-size)",
+            Self { compression: Some(_), .. } => "compressed clusters (leave out --compress)",
+            _ => return Ok(()),
+        };
+        Err(Error::at(location, format!("a raw image has no {why}")))
     }
 
     /// Refuses a target that is an image and not a file.
@@ -200,9 +213,7 @@ pub(crate) fn target(
     connecting: Connecting<'_>,
 ) -> Result<Target, Error> {
     let force = overwrite.force;
-    if format.format.is_raw() && format.cluster_bytes.is_some() {
-        return Err(Error::at(location, "a raw image has no clusters (leave out --cluster-size)"));
-    }
+    format.check_clusters(location)?;
     let path = match location {
         Location::File(path) => path,
         Location::Object(url) => {
@@ -295,7 +306,8 @@ fn new_file(
     replaced: Option<File>,
 ) -> Result<Target, Error> {
     let failed = |what: String| Error::at(location, what);
-    let image = format.format.builder(size, format.cluster_bytes).map_err(failed)?;
+    let image =
+        format.format.builder(size, format.cluster_bytes, format.compression).map_err(failed)?;
     let bytes = if image.is_some() { 0 } else { size };
     let file = AtomicFile::create(to, bytes, replaces).map_err(failed)?;
     let disk_bytes = image.as_ref().map_or(size, |image| image.max_data_end());
@@ -303,8 +315,13 @@ fn new_file(
         None => Content::Raw,
         Some(image) => {
             let written = ImageFile::open(file.path(), true);
-            let file = written.map_err(|error| Error::at(location, error.what()))?;
-            Content::New(NewImage::new(image, file))
+            let written = written.map_err(|error| Error::at(location, error.what()))?;
+            if format.compression.is_some() {
+                let endpoint = compressed_endpoint::open(location.to_string(), image, written)?;
+                let kind = TargetKind::Replaced { file, format, _replaced: replaced };
+                return Ok(Target { endpoint, kind, is_zero: true });
+            }
+            Content::New(NewImage::new(image, written))
         }
     };
     let storage = FileStorage::open(file.path(), OpenOptions::default())

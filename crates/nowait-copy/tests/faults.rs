@@ -32,6 +32,7 @@ fn options(from: &str, to: &str) -> Options {
         to_format: Format::Raw,
         to_format_given: false,
         cluster_bytes: None,
+        compression: None,
         force: false,
         allow_mounted: false,
         verify: false,

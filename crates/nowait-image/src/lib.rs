@@ -39,6 +39,7 @@ pub use backing_name::url_of_backing;
 pub use chain::{Chain, ChainOptions, Locking, MAX_LAYERS, Purpose};
 pub use error::{ImageError, create_message, open_message, os_message, plain};
 pub use formats::chain_reader::ChainReader;
+pub use formats::compress::ClusterCompressor;
 pub use formats::decompress::Compression;
 pub use formats::driver::{Driver, Fact, ImageBuilder, ImageInfo};
 pub use formats::format::Format;

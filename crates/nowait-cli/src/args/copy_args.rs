@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use nowait_copy::Location;
-use nowait_image::Format;
+use nowait_image::{Compression, Format};
 
 use crate::args::image_args::{
-    OtherFiles, format_of_new, parse_cluster_size, parse_image_format, parse_new_format,
+    CompressionType, OtherFiles, format_of_new, parse_cluster_size, parse_image_format,
+    parse_new_format,
 };
 use crate::args::remote_args::AuthArgs;
 use nowait_daemon::size;
@@ -125,6 +126,15 @@ pub(crate) struct CopyArgs {
     #[arg(long, value_name = "SIZE", value_parser = parse_cluster_size)]
     pub(crate) cluster_size: Option<u64>,
 
+    /// Compress the clusters of a qcow2 TO, on all processors; the image is read by every program that reads
+    /// qcow2 images, and what is written to it later is not compressed
+    #[arg(long)]
+    pub(crate) compress: bool,
+
+    /// How --compress does it; zlib without it
+    #[arg(long, value_name = "TYPE", value_enum, requires = "compress")]
+    compression: Option<CompressionType>,
+
     /// Look for zeros in FROM's data in blocks of SIZE, and leave holes for them; 0 for not at all
     ///
     /// Where TO is not known to be zero, zeros are made there without sending them if at least 64K
@@ -220,6 +230,7 @@ impl CopyArgs {
                 to_object && self.allow_mounted,
                 "--allow-mounted is for block devices, and TO is an object",
             ),
+            (is_raw && self.compress, "--compress is for qcow2, and TO is raw (say -O qcow2)"),
             (
                 is_raw && self.cluster_size.is_some(),
                 "--cluster-size is for qcow2, and TO is raw (say -O qcow2)",
@@ -230,6 +241,12 @@ impl CopyArgs {
             }
         }
         self.others.check(self.from_format)
+    }
+
+    /// How TO is compressed, if it is.
+    pub(crate) fn compression(&self) -> Option<Compression> {
+        let given = self.compression.unwrap_or(CompressionType::Zlib);
+        self.compress.then_some(given.what())
     }
 
     /// The format of TO.
@@ -260,6 +277,9 @@ Examples:
   Make a qcow2 image of a disk, and a raw one of an overlay with all below it:
     nowait copy disk.img disk.qcow2
     nowait copy overlay.qcow2 flat.img -O raw
+
+  Make a small qcow2 image to hand over:
+    nowait copy disk.img disk.qcow2 --compress --compression zstd
 
   Take what can be read of a failing disk, and the list of what is lost:
     nowait copy /dev/sdx rescued.img --rescue -O raw --json > rescued.json

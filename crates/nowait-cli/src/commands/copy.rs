@@ -46,6 +46,7 @@ pub(crate) fn run(args: &CopyArgs) -> Result<u8, CliError> {
         to_format: args.to_format(),
         to_format_given: args.to_format.is_some(),
         cluster_bytes: args.cluster_size,
+        compression: args.compression(),
         force: args.force,
         allow_mounted: args.allow_mounted,
         verify: args.verify,

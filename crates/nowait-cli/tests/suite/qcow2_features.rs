@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use nowait_testkit::Random;
 use serde_json::Value;
 
 use crate::common::{
@@ -19,13 +20,12 @@ fn a_snapshot_is_served_read_only_copied_mapped_and_listed() {
     let scratch = Scratch::new();
     let image = scratch.join("disk.qcow2");
     accepted(&["create", text(&image), "4M", "--compression", "zstd"]);
-    let fill = |pattern: &str| {
-        let write = format!("write -c -P {pattern} 1M 1M");
-        tool("qemu-io").args(["-f", "qcow2", "-c", &write]).arg(&image).succeeds();
+    let fill = |write: &str| {
+        tool("qemu-io").args(["-f", "qcow2", "-c", write]).arg(&image).succeeds();
     };
-    fill("7");
+    fill("write -c -P 7 1M 1M");
     tool("qemu-img").args(["snapshot", "-c", "before"]).arg(&image).succeeds();
-    fill("8");
+    fill("write -P 8 1M 1M");
     let expected = [vec![0; MIB], vec![7; MIB], vec![0; 2 * MIB]].concat();
     let name = format!("{}@before", text(&image));
     let raw = scratch.join("copied.img");
@@ -39,12 +39,73 @@ fn a_snapshot_is_served_read_only_copied_mapped_and_listed() {
     assert_eq!(info["format-specific"]["data"]["compression-type"], "zstd");
     assert!(accepted(&["map", &name]).contains("0x100000"));
     accepted(&["check", text(&image)]);
-    let refused = refusal(&["serve", &name]);
-    assert!(refused.contains("its internal snapshot 'before' is only read"), "{refused}");
-    let refused = refusal(&["info", &format!("{}@after", text(&image))]);
-    assert!(refused.contains("it has no internal snapshot 'after'"), "{refused}");
+    refusal(&["serve", &name]).says(&["its internal snapshot 'before' is only read"]);
+    refusal(&["info", &format!("{}@after", text(&image))])
+        .says(&["it has no internal snapshot 'after'"]);
     let server = Server::start(Path::new(&name), &["--read-only"]);
     let served = scratch.join("served.img");
     tool("nbdcopy").arg(server.uri()).arg(&served).succeeds();
     assert!(fs::read(&served).expect("the copy") == expected);
+}
+
+/// Data that is compressed well, and in part not at all.
+fn sample(len: usize) -> Vec<u8> {
+    let mut random = Random::from_seed(7);
+    let mut disk = vec![0; len];
+    for (number, block) in disk.chunks_mut(32 << 10).enumerate() {
+        match number % 7 {
+            0 => {}
+            1 => block.iter_mut().for_each(|byte| *byte = random.below(256) as u8),
+            2 => block.fill(number as u8),
+            _ => {
+                for (n, line) in block.chunks_mut(61).enumerate() {
+                    let text = format!("{number} line {} of {} words\n", n * 7, random.below(99));
+                    line.iter_mut().zip(text.bytes()).for_each(|(to, from)| *to = from);
+                }
+            }
+        }
+    }
+    disk
+}
+
+#[test]
+fn a_compressed_copy_is_an_image_as_qemu_makes_it_and_as_small() {
+    if !require_qemu() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let source = scratch.join("source.img");
+    for (cluster_kib, compression, len) in [
+        (64, "zlib", 24 * MIB + 512),
+        (64, "zstd", 24 * MIB),
+        (4, "zlib", 6 * MIB + 100),
+        (2048, "zstd", 24 * MIB - 1),
+    ] {
+        let cluster = &format!("{cluster_kib}K");
+        fs::write(&source, sample(len)).expect("room for the source");
+        let (ours, theirs) = (scratch.join("ours.qcow2"), scratch.join("theirs.qcow2"));
+        let to = ["--compress", "--compression", compression, "--cluster-size", cluster];
+        let copy = ["copy", text(&source), text(&ours), "--verify", "--force"];
+        accepted(&[&copy[..], &to].concat());
+        let options = format!("cluster_size={cluster},compression_type={compression}");
+        let convert = ["convert", "-c", "-f", "raw", "-O", "qcow2", "-o", &options];
+        tool("qemu-img").args(convert).arg(&source).arg(&theirs).succeeds();
+        tool("qemu-img").args(["check", "-q", "-f", "qcow2"]).arg(&ours).succeeds();
+        accepted(&["check", text(&ours)]);
+        tool("qemu-img")
+            .args(["compare", "-f", "qcow2", "-F", "qcow2"])
+            .arg(&ours)
+            .arg(&theirs)
+            .succeeds();
+        let bytes = |path| fs::metadata(path).expect("an image").len();
+        let (ours, theirs) = (bytes(&ours), bytes(&theirs));
+        println!("{cluster}, {compression}: {ours} bytes, qemu-img {theirs}");
+        // Only QEMU's image may end inside a cluster.
+        let most = theirs * 105 / 100 + cluster_kib * 1024;
+        assert!(ours <= most, "{ours} bytes, and qemu-img's {theirs}");
+    }
+    let raw = scratch.join("raw.img");
+    refusal(&["copy", text(&source), text(&raw), "--compress"])
+        .says(&["--compress is for qcow2, and TO is raw"]);
+    refusal(&["copy", text(&source), text(&raw), "--compression", "zstd"]).says(&["--compress"]);
 }

@@ -25,7 +25,8 @@ pub(crate) type Written = Result<io::Result<()>, String>;
 pub(crate) type WriteEmpty = fn(&ImageFile, u64, Option<BackingName>, CreateTerms) -> Written;
 pub(crate) type Describe =
     fn(&ImageFile, &Path, Option<&OsStr>) -> Result<Option<ImageInfo>, ImageError>;
-pub(crate) type NewBuilder = fn(u64, Option<u64>) -> Result<Box<dyn ImageBuilder>, String>;
+pub(crate) type NewBuilder =
+    fn(u64, Option<u64>, Option<Compression>) -> Result<Box<dyn ImageBuilder>, String>;
 
 /// The row of a format.
 pub struct Driver {
@@ -150,7 +151,7 @@ pub(crate) struct Creation {
     /// Writes an empty image of a disk of some bytes to a file. The outer error is a refusal, the inner
     /// one that of a system call.
     pub(crate) write: WriteEmpty,
-    /// A builder for a disk of some bytes, in clusters of some bytes; `None` where the data is written to
+    /// A builder for a disk of some bytes, in clusters of some bytes that may be compressed; `None` where the data is written to
     /// the file as it is.
     pub(crate) builder: Option<NewBuilder>,
 }
@@ -170,6 +171,19 @@ pub trait ImageBuilder: Debug + Send {
     /// The ranges of the file for the bytes of `range`, which is inside the disk, in the order of
     /// the disk. Bytes of a cluster that were not written before are zeros.
     fn allocate(&mut self, range: ByteRange) -> Vec<ByteRange>;
+
+    /// Bytes of a cluster.
+    fn cluster_bytes(&self) -> u64;
+
+    /// How clusters are compressed.
+    fn compression(&self) -> Compression;
+
+    /// The position in the file for `len` bytes of compressed data, less than a cluster: those of the cluster that
+    /// begins at `pos` on the disk, which has no position yet.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::FileTooLarge`] if the image is larger than its tables can express.
+    fn allocate_packed(&mut self, pos: u64, len: u64) -> io::Result<u64>;
 
     /// Writes the tables to `file`, in which all data has been written, and sets its length. The
     /// caller has to sync the file.

@@ -5,6 +5,7 @@
 
 pub(crate) mod format;
 pub(crate) mod decompress;
+pub(crate) mod compress;
 pub(crate) mod decompressed_cache;
 pub(crate) mod mapped_disk;
 pub(crate) mod table_blocks;

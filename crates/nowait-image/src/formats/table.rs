@@ -6,7 +6,8 @@ use std::ffi::OsStr;
 use std::path::Path;
 
 use crate::error::{ImageError, plain};
-use crate::formats::driver::{Driver, ImageBuilder, ImageInfo};
+use crate::formats::decompress::Compression;
+use crate::formats::driver::{Driver, ImageBuilder, ImageInfo, NewBuilder};
 use crate::formats::format::Format;
 use crate::formats::{qcow2, raw, vhdx, vmdk};
 use crate::image_file::ImageFile;
@@ -108,8 +109,8 @@ impl Format {
         self.driver().create.is_some()
     }
 
-    /// A builder of a new image of a disk of `size` bytes in clusters of `cluster_bytes`; `None` where
-    /// the data is written to the file as it is.
+    /// A builder of a new image of a disk of `size` bytes in clusters of `cluster_bytes`, which may be compressed
+    /// by `compression`; `None` where the data is written to the file as it is.
     ///
     /// # Errors
     /// A message with the reason, to follow the image's name.
@@ -117,9 +118,13 @@ impl Format {
         self,
         size: u64,
         cluster_bytes: Option<u64>,
+        compression: Option<Compression>,
     ) -> Result<Option<Box<dyn ImageBuilder>>, String> {
         match &self.driver().create {
-            Some(creation) => creation.builder.map(|new| new(size, cluster_bytes)).transpose(),
+            Some(creation) => {
+                let new = |new: NewBuilder| new(size, cluster_bytes, compression);
+                creation.builder.map(new).transpose()
+            }
             None => Err(self.cannot_be("made")),
         }
     }

@@ -3,16 +3,17 @@
 //!
 //! Invariant: no cluster is allocated twice; the file is not a valid image before its tables are
 //! written, and its first bytes are written last. Every cluster up to the end of the file has a
-//! refcount of 1.
+//! refcount of 1, or of the number of compressed clusters in it.
 
 use std::collections::BTreeMap;
 use std::io;
 
 use nowait::ByteRange;
 
+use crate::formats::decompress::Compression;
 use crate::formats::driver::ImageBuilder;
 use crate::formats::qcow2::encode::encode;
-use crate::formats::qcow2::entries::with_copied;
+use crate::formats::qcow2::entries::{COPIED, Cluster, with_copied};
 use crate::formats::qcow2::header::{Header, MAX_POS};
 use crate::formats::qcow2::layout;
 use crate::formats::qcow2::layout::{RefcountLayout, SECTOR_BYTES, write_numbers};
@@ -26,10 +27,14 @@ use crate::image_file::ImageFile;
 #[derive(Debug)]
 pub struct Qcow2Builder {
     header: Header,
-    /// L2 tables, keyed by the index in the L1 table; 0 is a cluster that is not allocated.
+    /// L2 tables, keyed by the index in the L1 table, with the entries as they are written.
     tables: BTreeMap<u64, Box<[u64]>>,
     /// The next cluster of the file to be allocated.
     next: u64,
+    /// Where the next compressed data begins, if there is room in the cluster before.
+    packed_end: u64,
+    /// Refcounts of clusters with compressed data.
+    packed: BTreeMap<u64, u16>,
 }
 
 impl Qcow2Builder {
@@ -47,25 +52,47 @@ impl Qcow2Builder {
         header.l1_entries = entries as u32;
         header.l1_pos = header.cluster_bytes();
         let next = 1 + (entries * 8).div_ceil(header.cluster_bytes());
-        Ok(Self { header, tables: BTreeMap::new(), next })
+        Ok(Self { header, tables: BTreeMap::new(), next, packed_end: 0, packed: BTreeMap::new() })
     }
 
-    /// The cluster of the file for the cluster with this number on the disk, allocated if needed.
-    fn cluster(&mut self, number: u64) -> u64 {
+    /// Clusters are compressed by `compression`, where they are.
+    #[must_use]
+    pub fn with_compression(self, compression: Compression) -> Self {
+        Self { header: self.header.with_compression(compression), ..self }
+    }
+
+    /// The entry of the cluster with this number on the disk.
+    fn slot(&mut self, number: u64) -> Option<&mut u64> {
         let entries = self.header.l2_entries();
-        let (index, inside) = (number / entries, (number % entries) as usize);
         let new = || vec![0; entries as usize].into_boxed_slice();
-        let table = self.tables.entry(index).or_insert_with(new);
-        match table.get_mut(inside) {
-            Some(slot) if *slot != 0 => *slot,
-            slot => {
-                let new_cluster = self.next;
-                self.next += 1;
-                if let Some(slot) = slot {
-                    *slot = new_cluster;
-                }
-                new_cluster
-            }
+        let table = self.tables.entry(number / entries).or_insert_with(new);
+        table.get_mut((number % entries) as usize)
+    }
+
+    /// The position in the file of the cluster with this number on the disk, allocated if needed.
+    fn cluster(&mut self, number: u64) -> u64 {
+        let new = self.next << self.header.cluster_bits;
+        let entry = match self.slot(number) {
+            Some(slot) if *slot != 0 => return *slot & !COPIED,
+            slot => slot,
+        };
+        if let Some(slot) = entry {
+            *slot = with_copied(new);
+        }
+        self.next += 1;
+        new
+    }
+
+    /// Where `len` bytes of compressed data go: behind the last ones, if they fit there without a gap, and none of
+    /// their clusters has as many references as a refcount can tell.
+    fn place_packed(&self, len: u64) -> u64 {
+        let (bits, cluster) = (self.header.cluster_bits, self.header.cluster_bytes());
+        let rest = self.packed_end.wrapping_neg() & (cluster - 1);
+        let is_full = self.packed.get(&(self.packed_end >> bits)) == Some(&u16::MAX);
+        let goes_on = self.packed_end + rest == self.next << bits;
+        match rest > 0 && !is_full && (len <= rest || goes_on) {
+            true => self.packed_end,
+            false => self.next << bits,
         }
     }
 }
@@ -85,6 +112,32 @@ impl ImageBuilder for Qcow2Builder {
             + self.header.size.next_multiple_of(cluster)
     }
 
+    fn cluster_bytes(&self) -> u64 {
+        self.header.cluster_bytes()
+    }
+
+    fn compression(&self) -> Compression {
+        self.header.compression
+    }
+
+    fn allocate_packed(&mut self, pos: u64, len: u64) -> io::Result<u64> {
+        let bits = self.header.cluster_bits;
+        let at = self.place_packed(len);
+        let entry = Cluster::compressed_entry(at, len, &self.header);
+        let entry = entry.ok_or_else(layout::tables_full)?;
+        if let Some(slot) = self.slot(pos >> bits) {
+            *slot = entry;
+        }
+        let last = (at + len - 1) >> bits;
+        for cluster in at >> bits..=last {
+            let count = self.packed.entry(cluster).or_default();
+            *count = count.saturating_add(1);
+        }
+        self.next = self.next.max(last + 1);
+        self.packed_end = at + len;
+        Ok(at)
+    }
+
     fn allocate(&mut self, range: ByteRange) -> Vec<ByteRange> {
         let bits = self.header.cluster_bits;
         let cluster_bytes = self.header.cluster_bytes();
@@ -93,7 +146,7 @@ impl ImageBuilder for Qcow2Builder {
         while pos < range.end() {
             let inside = pos % cluster_bytes;
             let len = (cluster_bytes - inside).min(range.end() - pos);
-            let at = (self.cluster(pos >> bits) << bits) + inside;
+            let at = self.cluster(pos >> bits) + inside;
             match ranges.last_mut() {
                 Some(last) if last.end() == at => last.len += len,
                 _ => ranges.push(ByteRange::new(at, len)),
@@ -121,14 +174,14 @@ impl ImageBuilder for Qcow2Builder {
         file.set_len(end)?;
         for (pos, l2) in (l2_pos..).step_by(cluster as usize).zip(self.tables.values()) {
             write_numbers(file, pos, l2.len() as u64, |index| {
-                let slot = l2.get(index as usize).copied().unwrap_or_default();
-                (if slot == 0 { 0 } else { with_copied(slot * cluster) }).to_be_bytes()
+                l2.get(index as usize).copied().unwrap_or_default().to_be_bytes()
             })?;
         }
         for (pos, &index) in (l2_pos..).step_by(cluster as usize).zip(self.tables.keys()) {
             file.write_at(self.header.l1_pos + index * 8, &with_copied(pos).to_be_bytes())?;
         }
-        write_numbers(file, block_pos, clusters, |_| 1u16.to_be_bytes())?;
+        let count = |cluster| self.packed.get(&cluster).copied().unwrap_or(1);
+        write_numbers(file, block_pos, clusters, |cluster| count(cluster).to_be_bytes())?;
         write_numbers(file, self.header.refcount_table_pos, blocks, |index| {
             (block_pos + index * cluster).to_be_bytes()
         })?;
@@ -206,6 +259,28 @@ mod tests {
         image.allocate(ByteRange::new(100 << 30, 1));
         assert_eq!(image.data_end(), first + 64 * KIB);
         assert!(image.data_end() <= image.max_data_end());
+    }
+
+    #[test]
+    fn compressed_data_is_packed_until_a_refcount_is_full() {
+        let mut image = Qcow2Builder::new(1 << 40, Some(2 << 20)).unwrap();
+        let (cluster, first) = (2 << 20, image.data_end());
+        for number in 0..u64::from(u16::MAX) {
+            let at = image.allocate_packed(number * cluster, 1).unwrap();
+            assert_eq!(at, first + number);
+        }
+        let mut next = u64::from(u16::MAX) * cluster;
+        let mut pack = |image: &mut Qcow2Builder, len| {
+            next += cluster;
+            image.allocate_packed(next, len).unwrap() - first
+        };
+        assert_eq!(pack(&mut image, 1), cluster, "the refcount is full");
+        assert_eq!(pack(&mut image, cluster - 1), cluster + 1, "it goes on in the next cluster");
+        assert_eq!(pack(&mut image, cluster - 1), 2 * cluster);
+        image.allocate(ByteRange::new(0, 0));
+        let whole = image.allocate(ByteRange::new(1 << 39, 1));
+        assert_eq!(whole, [ByteRange::new(first + 3 * cluster, 1)]);
+        assert_eq!(pack(&mut image, 2), 4 * cluster, "the next cluster is taken");
     }
 
     #[test]

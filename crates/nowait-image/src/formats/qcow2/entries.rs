@@ -105,6 +105,16 @@ impl Cluster {
         }
     }
 
+    /// The entry of a cluster that is compressed into `len` bytes at `pos`, which is not 0; `None` where an entry
+    /// cannot tell the position.
+    pub(crate) fn compressed_entry(pos: u64, len: u64, header: &Header) -> Option<u64> {
+        let pos_bits = 62 - (header.cluster_bits - 8);
+        let end = pos.checked_add(len)?;
+        let sectors = (end - 1) / SECTOR_BYTES - pos / SECTOR_BYTES;
+        let is_told = end < 1 << pos_bits && end < crate::formats::qcow2::header::MAX_POS;
+        is_told.then_some(COMPRESSED | sectors << pos_bits | pos)
+    }
+
     fn compressed(value: u64, header: &Header) -> Result<Self, BadEntry> {
         if value & COPIED != 0 || header.has_data_file() {
             return Err(BadEntry::Reserved);

@@ -41,8 +41,11 @@ pub(crate) const DRIVER: Driver = Driver {
     create: Some(Creation {
         check: empty_image::check_terms,
         write: empty_image::write,
-        builder: Some(|size, cluster_bytes| {
-            let builder = builder::Qcow2Builder::new(size, cluster_bytes)?;
+        builder: Some(|size, cluster_bytes, compression| {
+            let mut builder = builder::Qcow2Builder::new(size, cluster_bytes)?;
+            if let Some(compression) = compression {
+                builder = builder.with_compression(compression);
+            }
             Ok(Box::new(builder) as Box<dyn ImageBuilder>)
         }),
     }),
