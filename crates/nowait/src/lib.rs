@@ -51,6 +51,11 @@
 //! [`BlockDevice::open`] opens a *disk* of a fixed size, whose writes end at its end (C25). One without other writers may
 //! have its holes cached ([`OpenOptions::cache_holes`]).
 //!
+//! # Logs
+//!
+//! [`Log`] is an append log for databases: an append from any thread or task returns when its record is durable, and
+//! records that wait share a write. Its example is `append_log`.
+//!
 //! # Rules and limits
 //!
 //! `docs/contract.md` defines the meaning of every request; the C-numbers in this documentation are
@@ -82,6 +87,7 @@ mod block;
 mod blocking;
 mod engine;
 mod api;
+mod log;
 #[cfg(feature = "fuzz")]
 pub mod fuzz;
 
@@ -100,6 +106,12 @@ pub use engine::Engine;
 pub use engine::attached_device::DeviceHandle;
 pub use engine::completion::{Completion, Rejected, Stats};
 pub use engine::single_disk::SingleDisk;
+pub use log::Log;
+#[cfg(feature = "sim")]
+pub use log::log_directory::LogDirectory;
+pub use log::log_options::LogOptions;
+pub use log::log_position::LogPosition;
+pub use log::log_records::{LogRecord, LogRecords};
 pub use memory::buffer_pool::{Budget, PooledBuffer};
 pub use memory::io_buffer::IoBuffer;
 pub use queue::auto::{AnyQueue, QueueKind};

@@ -41,6 +41,13 @@ fn run(calls: &mut Vec<FileCall>) {
     }
 }
 
+/// Runs a call that may block on a thread of the process; the calls of one `device` take its turns.
+pub(crate) fn start(device: u64, run: Box<dyn FnOnce() + Send>) {
+    static THREADS: LazyLock<ThreadPool<FileCall>> =
+        LazyLock::new(|| ThreadPool::of_devices(WorkerPool::DEFAULT_LIMIT, self::run));
+    THREADS.push([FileCall { device, run }]);
+}
+
 /// Makes a call to `disk` when it is first polled.
 ///
 /// # Errors
@@ -49,12 +56,9 @@ pub(crate) async fn call<T: Send + 'static>(
     disk: Arc<BlockDevice<dyn BlockMap>>,
     make: impl FnOnce(&BlockDevice<dyn BlockMap>) -> T + Send + 'static,
 ) -> Result<T, Error> {
-    static THREADS: LazyLock<ThreadPool<FileCall>> =
-        LazyLock::new(|| ThreadPool::of_devices(WorkerPool::DEFAULT_LIMIT, run));
     let (sender, mut receiver) = oneshot();
     let device = Arc::as_ptr(&disk).cast::<()>() as u64;
-    let run = Box::new(move || sender.complete(make(&disk)));
-    THREADS.push([FileCall { device, run }]);
+    start(device, Box::new(move || sender.complete(make(&disk))));
     let answer = poll_fn(|context| receiver.poll(context.waker())).await;
     answer.ok_or(Error::new(libc::EIO, Operation::Wait))
 }

@@ -4,7 +4,7 @@ pub(crate) mod blocking_file;
 mod blocking_file_calls;
 mod process_workers;
 mod oneshot;
-mod file_call;
+pub(crate) mod file_call;
 mod file_turns;
 pub(crate) mod async_file;
 pub(crate) mod local_file;

@@ -21,12 +21,18 @@ pub enum EngineBug {
     AnswerUnmovedNeighbours,
     /// A completion names another device than that of its request.
     CompleteElsewhere,
+    /// A record of a log is acknowledged without a sync.
+    AnswerUnsynced,
+    /// The checks of a log do not include the number of the segment.
+    ForgetGeneration,
+    /// A record of a log is acknowledged although the sync failed.
+    IgnoreFailedSync,
 }
 
 #[cfg(feature = "sim")]
 impl EngineBug {
     /// Every bug.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 10] = [
         Self::DropFlush,
         Self::CompleteBeforeData,
         Self::FreeSlotTwice,
@@ -34,6 +40,9 @@ impl EngineBug {
         Self::ForgetRangeLock,
         Self::AnswerUnmovedNeighbours,
         Self::CompleteElsewhere,
+        Self::AnswerUnsynced,
+        Self::ForgetGeneration,
+        Self::IgnoreFailedSync,
     ];
 }
 

@@ -32,6 +32,8 @@ pub enum Operation {
     Status,
     /// Waiting for completions.
     Wait,
+    /// Locking a log, which another handle or process has open.
+    Lock,
 }
 
 impl Operation {
@@ -48,6 +50,7 @@ impl Operation {
             Self::Zero => "zero",
             Self::Status => "query of the mapping",
             Self::Wait => "wait",
+            Self::Lock => "lock of the log, which another handle or process has open,",
         }
     }
 }
