@@ -25,6 +25,7 @@ pub mod vhost_server;
 pub mod ublk_server;
 pub mod simulation;
 pub mod remote;
+pub mod log;
 pub mod run;
 pub mod fault_matrix;
 pub mod trace;

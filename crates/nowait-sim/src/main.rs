@@ -12,6 +12,7 @@ use clap::{Parser, Subcommand};
 use hosts_args::HostsArgs;
 use indicatif::{ProgressBar, ProgressStyle};
 use nowait_sim::fault_matrix::Matrix;
+use nowait_sim::log::log_scenario::LogScenario;
 use nowait_sim::remote::remote_scenario::RemoteScenario;
 use nowait_sim::run::{self, Failure, Plan};
 use nowait_sim::scenario::Mode;
@@ -35,7 +36,8 @@ struct Args {
     steps: u64,
     /// What is asked: engine, server, vhost-user, ublk, remote (the storage of an export, with a server
     /// that dies behind a network), or all of them: one seed in four is a server's, one in eight a
-    /// virtual machine's, one in eight a block device's, one in eight a remote storage's. With `hosts`,
+    /// virtual machine's, one in eight a block device's, one in eight a remote storage's. With `log`, an
+    /// append log whose processes are killed and lose their power, which `all` leaves out. With `hosts`,
     /// many hosts boot from one image in a store, in virtual time.
     #[arg(long, default_value = "all")]
     mode: String,
@@ -56,7 +58,7 @@ struct Args {
     jobs: Option<u16>,
     /// Makes a mistake on purpose. In the engine: drop-flush, complete-before-data,
     /// free-slot-twice, reply-from-stale-buffer, forget-range-lock, answer-unmoved-neighbours; with
-    /// several exports: complete-elsewhere. In the server: reply-from-old-buffer, reply-twice, lose-at-disconnect, trust-reports, forget-held,
+    /// several exports: complete-elsewhere; in a log: answer-unsynced, forget-generation, ignore-failed-sync. In the server: reply-from-old-buffer, reply-twice, lose-at-disconnect, trust-reports, forget-held,
     /// ignore-protection, lose-parked-input; with several exports: reuse-index, drain-with-request; with a
     /// virtual machine:
     /// forget-in-flight, repeat-told, tell-before-data; with a block device: commit-before-data. In a qcow2 image:
@@ -135,7 +137,7 @@ fn start(args: &Args) -> Result<bool, String> {
     let plan = |seed| {
         let mode = only.unwrap_or_else(|| Mode::of(seed));
         let plan = Plan { bug, ..Plan::new(mode, seed, args.steps) };
-        let is_image = || mode != Mode::Remote && plan.scenario().qcow2.is_some();
+        let is_image = || Mode::ON_DEVICES.contains(&mode) && plan.scenario().qcow2.is_some();
         (!args.images || is_image()).then_some(plan)
     };
     if let Some(path) = &args.seeds {
@@ -253,6 +255,7 @@ fn report(plan: &Plan, failure: &Failure) {
     let when = failure.step.map_or("the end".to_owned(), |step| format!("step {step}"));
     match plan.mode {
         Mode::Remote => println!("{:#?}", RemoteScenario::of(plan.seed)),
+        Mode::Log => println!("{:#?}", LogScenario::of(plan.seed)),
         _ => println!("{:#?}", plan.scenario()),
     }
     print!("{}{}", trace::describe(plan), trace::write(plan));

@@ -16,6 +16,8 @@ use nowait_remote::RemoteBug;
 use nowait_server::ServerBug;
 
 use crate::engines::Engines;
+use crate::log::log_scenario::LogScenario;
+use crate::log::log_simulation::LogSimulation;
 use crate::model::Violation;
 use crate::remote::remote_scenario::RemoteScenario;
 use crate::remote::remote_simulation::RemoteSimulation;
@@ -127,6 +129,7 @@ pub fn run(plan: &Plan) -> Result<Counts, Failure> {
         Mode::VhostUser => run_in::<VhostServer>(plan),
         Mode::Ublk => run_in::<UblkServer>(plan),
         Mode::Remote => run_remote(plan),
+        Mode::Log => run_log(plan),
     };
     inject_bug(None);
     nowait_server::inject(None);
@@ -174,6 +177,28 @@ fn run_remote(plan: &Plan) -> Result<Counts, Failure> {
     let mut now = None;
     let ran = catch_unwind(AssertUnwindSafe(|| {
         let mut simulation = RemoteSimulation::new(scenario.clone());
+        for &step in &plan.steps {
+            now = Some(step);
+            let (action, random) = scenario.step(step);
+            simulation.step(action, random)?;
+        }
+        now = None;
+        simulation.end()?;
+        Ok::<_, Violation>(simulation.counts())
+    }));
+    let what = match ran {
+        Ok(Ok(counts)) => return Ok(counts),
+        Ok(Err(wrong)) => wrong.to_string(),
+        Err(_) => PANIC.take().unwrap_or_else(|| "a panic".to_owned()),
+    };
+    Err(Failure { step: now, what })
+}
+
+fn run_log(plan: &Plan) -> Result<Counts, Failure> {
+    let scenario = LogScenario::of(plan.seed);
+    let mut now = None;
+    let ran = catch_unwind(AssertUnwindSafe(|| {
+        let mut simulation = LogSimulation::new(scenario.clone());
         for &step in &plan.steps {
             now = Some(step);
             let (action, random) = scenario.step(step);

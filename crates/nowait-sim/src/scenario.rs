@@ -26,12 +26,14 @@ pub enum Mode {
     Ublk,
     /// A storage behind a network; see [`crate::remote`].
     Remote,
+    /// A log; see [`crate::log`]. No seed is one by default.
+    Log,
 }
 
 impl Mode {
     /// Every mode.
-    pub const ALL: [Self; 5] =
-        [Self::Engine, Self::Server, Self::VhostUser, Self::Ublk, Self::Remote];
+    pub const ALL: [Self; 6] =
+        [Self::Engine, Self::Server, Self::VhostUser, Self::Ublk, Self::Remote, Self::Log];
     /// The modes with a simulated device, whose scenario is a [`Scenario`].
     pub const ON_DEVICES: [Self; 4] = [Self::Engine, Self::Server, Self::VhostUser, Self::Ublk];
 
@@ -44,6 +46,7 @@ impl Mode {
             Self::VhostUser => "vhost-user",
             Self::Ublk => "ublk",
             Self::Remote => "remote",
+            Self::Log => "log",
         }
     }
 
@@ -271,7 +274,7 @@ impl Scenario {
         match mode {
             Mode::VhostUser => scenario.in_blocks(512),
             Mode::Ublk => scenario.in_blocks(u64::from(scenario.device.align.offset).max(512)),
-            Mode::Engine | Mode::Server | Mode::Remote => {}
+            Mode::Engine | Mode::Server | Mode::Remote | Mode::Log => {}
         }
         scenario.disk = scenario.disk.allocate_ahead(random.below(8) > 0);
         scenario.draw_operator(&mut random);
@@ -402,7 +405,7 @@ impl Scenario {
         let part = random.below(self.parts) as usize;
         let drawn = random.next() & 0xffff;
         let usual = match self.mode {
-            Mode::Engine | Mode::Remote => self.engine_action(drawn, &mut random),
+            Mode::Engine | Mode::Remote | Mode::Log => self.engine_action(drawn, &mut random),
             Mode::Server => self.server_action(drawn, &mut random),
             Mode::VhostUser | Mode::Ublk => self.machine_action(drawn, &mut random),
         };

@@ -9,6 +9,7 @@ use nowait_image::ImageBug;
 use nowait_remote::RemoteBug;
 use nowait_server::ServerBug;
 
+use crate::log::log_scenario::LogScenario;
 use crate::remote::remote_scenario::RemoteScenario;
 use crate::run::{InjectedBug, Plan};
 use crate::scenario::Mode;
@@ -24,6 +25,9 @@ pub fn name_of(bug: InjectedBug) -> &'static str {
         InjectedBug::Engine(EngineBug::ForgetRangeLock) => "forget-range-lock",
         InjectedBug::Engine(EngineBug::AnswerUnmovedNeighbours) => "answer-unmoved-neighbours",
         InjectedBug::Engine(EngineBug::CompleteElsewhere) => "complete-elsewhere",
+        InjectedBug::Engine(EngineBug::AnswerUnsynced) => "answer-unsynced",
+        InjectedBug::Engine(EngineBug::ForgetGeneration) => "forget-generation",
+        InjectedBug::Engine(EngineBug::IgnoreFailedSync) => "ignore-failed-sync",
         InjectedBug::Server(ServerBug::ReplyFromOldBuffer) => "reply-from-old-buffer",
         InjectedBug::Server(ServerBug::ReplyTwice) => "reply-twice",
         InjectedBug::Server(ServerBug::LoseAtDisconnect) => "lose-at-disconnect",
@@ -129,6 +133,13 @@ pub fn describe(plan: &Plan) -> String {
     let mut text = String::new();
     if plan.mode == Mode::Remote {
         let scenario = RemoteScenario::of(plan.seed);
+        for &n in &plan.steps {
+            let _ = writeln!(text, "# {n}: {:?}", scenario.step(n).0);
+        }
+        return text;
+    }
+    if plan.mode == Mode::Log {
+        let scenario = LogScenario::of(plan.seed);
         for &n in &plan.steps {
             let _ = writeln!(text, "# {n}: {:?}", scenario.step(n).0);
         }

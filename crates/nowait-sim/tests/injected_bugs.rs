@@ -24,6 +24,9 @@ const IMAGES: usize = 400;
 const REMOTE_SEEDS: usize = 1000;
 const REMOTE_STEPS: u64 = 3000;
 
+/// Seeds within which a bug of a log is found.
+const LOG_SEEDS: u64 = 100;
+
 /// The first seeds in which a bug can be injected.
 fn seeds(bug: InjectedBug) -> impl Iterator<Item = u64> {
     let images = matches!(bug, InjectedBug::Image(_));
@@ -240,6 +243,31 @@ fn a_completion_that_is_given_to_another_device_is_found() {
 #[test]
 fn an_export_that_is_paused_with_a_request_in_flight_is_found() {
     is_found(InjectedBug::Server(ServerBug::DrainWithRequest));
+}
+
+/// Whether a bug of a log is found, in this process.
+fn is_found_in_a_log(bug: EngineBug) {
+    let plan = |seed| Plan {
+        bug: Some(InjectedBug::Engine(bug)),
+        ..Plan::new(Mode::Log, seed, SEED_STEPS)
+    };
+    let found = (0..LOG_SEEDS).any(|seed| run(&plan(seed)).is_err());
+    assert!(found, "{bug:?} was not found");
+}
+
+#[test]
+fn a_record_of_a_log_that_is_acknowledged_before_the_sync_is_found() {
+    is_found_in_a_log(EngineBug::AnswerUnsynced);
+}
+
+#[test]
+fn a_segment_of_a_log_that_is_reused_without_a_new_generation_is_found() {
+    is_found_in_a_log(EngineBug::ForgetGeneration);
+}
+
+#[test]
+fn a_record_of_a_log_that_is_acknowledged_after_a_failed_sync_is_found() {
+    is_found_in_a_log(EngineBug::IgnoreFailedSync);
 }
 
 /// Whether a bug of the storage of an export is found, in this process: it touches no memory that is

@@ -137,6 +137,8 @@ impl LogDirectory for FileDirectory {
     }
 
     fn create(&self, name: &str, bytes: u64) -> Result<Arc<dyn Storage>, Error> {
+        // One that an earlier call has left could not be removed then.
+        self.remove(name)?;
         let options = OpenOptions::new().create(true).create_new(true).mode(0o600);
         let storage = self.storage(name, options)?;
         match storage.preallocate(ByteRange::new(0, bytes)) {

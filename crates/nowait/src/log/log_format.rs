@@ -122,10 +122,13 @@ impl SegmentHeader {
             && u32_at(block, 8) == VERSION
             && check_of(block.get(..48)?) == u64_at(block, 48)
             && is_segment_size(segment_bytes);
+        if !is_good {
+            return None;
+        }
         let (number, previous_end) = (u64_at(block, 24), u64_at(block, 40));
         let layout = Layout { id: u64_at(block, 16), segment_bytes };
         let is_in_range = number > 0 && number < layout.most_segments();
-        (is_good && is_in_range).then_some(Self { layout, number, previous_end })
+        is_in_range.then_some(Self { layout, number, previous_end })
     }
 }
 

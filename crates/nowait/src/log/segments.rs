@@ -42,8 +42,17 @@ pub(crate) struct Segments {
     first: AtomicU64,
     /// The numbers of the spare files. Never locked during I/O.
     spares: Mutex<Vec<u64>>,
-    /// Held by the one that frees segments.
-    freeing: Mutex<()>,
+    /// Locked by the one that frees segments.
+    freed: Mutex<Freed>,
+}
+
+/// Segments that were freed last.
+#[derive(Default)]
+struct Freed {
+    /// Their names are not known to be durable.
+    is_in_doubt: bool,
+    /// Those of them that are spare files then.
+    spares: Vec<u64>,
 }
 
 impl Segments {
@@ -55,7 +64,7 @@ impl Segments {
         spares: Vec<u64>,
     ) -> Self {
         let (first, spares) = (AtomicU64::new(first), Mutex::new(spares));
-        Self { directory, layout, most_spares, first, spares, freeing: Mutex::new(()) }
+        Self { directory, layout, most_spares, first, spares, freed: Mutex::default() }
     }
 
     /// The number of the first segment.
@@ -138,26 +147,37 @@ impl Segments {
     /// # Errors
     /// The errno of rename(2), unlink(2) or fsync(2). Some may be freed then.
     pub(crate) fn free_before(&self, number: u64) -> Result<(), Error> {
-        let _freeing = self.freeing.lock().unwrap_or_else(PoisonError::into_inner);
-        while self.first() < number {
-            let first = self.first();
-            let (from, to) = (SegmentName::Segment(first).text(), SegmentName::Spare(first).text());
-            let keeps = self.spares().len() < self.most_spares as usize;
-            // Readers look for it no more before it gets other bytes.
-            self.first.store(first + 1, Ordering::Release);
-            let freed = match keeps {
-                true => self.directory.rename(&from, &to),
-                false => self.directory.remove(&from),
-            };
-            if let Err(error) = freed {
-                self.first.store(first, Ordering::Release);
-                return Err(error);
+        let mut freed = self.freed.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if freed.is_in_doubt {
+                self.directory.sync()?;
+                freed.is_in_doubt = false;
+                self.spares().append(&mut freed.spares);
             }
-            self.directory.sync()?;
-            if keeps {
-                self.spares().push(first);
+            if self.first() >= number {
+                return Ok(());
             }
+            self.free_first(&mut freed)?;
         }
+    }
+
+    /// Frees the first segment, not durably.
+    fn free_first(&self, freed: &mut Freed) -> Result<(), Error> {
+        let first = self.first();
+        let (from, to) = (SegmentName::Segment(first).text(), SegmentName::Spare(first).text());
+        let keeps = self.spares().len() < self.most_spares as usize;
+        // Readers look for it no more before it gets other bytes.
+        self.first.store(first + 1, Ordering::Release);
+        let done = match keeps {
+            true => self.directory.rename(&from, &to),
+            false => self.directory.remove(&from),
+        };
+        if done.is_err() {
+            self.first.store(first, Ordering::Release);
+            return done;
+        }
+        freed.is_in_doubt = true;
+        freed.spares.extend(keeps.then_some(first));
         Ok(())
     }
 }

@@ -163,6 +163,11 @@ impl SimDevice {
         media.cut(random, faults.rot)
     }
 
+    /// Drops the page cache: what a failed flush has lost is read no more. This is no operation.
+    pub fn drop_cache(&self) {
+        self.lock().media.forget_lost();
+    }
+
     /// The number of power cuts so far.
     pub(crate) fn power_cuts(&self) -> u64 {
         self.lock().power_cuts

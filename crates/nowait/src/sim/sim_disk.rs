@@ -293,6 +293,20 @@ impl SimDisk {
         }
     }
 
+    /// Forgets what a failed flush has lost: reads return what is durable, and what can still become so.
+    pub(crate) fn forget_lost(&mut self) {
+        let Self { log, bytes, current, safe, touched, .. } = self;
+        for &n in touched.iter() {
+            let at = n * BLOCK_BYTES as usize..(n + 1) * BLOCK_BYTES as usize;
+            if let (Some(now), Some(safe)) = (current.get_mut(at.clone()), safe.get(at)) {
+                now.copy_from_slice(safe);
+            }
+        }
+        for applied in log.iter().filter(|applied| !applied.lost) {
+            apply(applied, applied.pos, applied.len, bytes, current);
+        }
+    }
+
     /// Cuts the power. Of the changes of each unit that are not durable, any subset is applied in
     /// any order, or the unit becomes garbage, `rot` times in 65536. Returns the ranges of garbage.
     pub(crate) fn cut(&mut self, random: &mut Random, rot: u16) -> Vec<ByteRange> {

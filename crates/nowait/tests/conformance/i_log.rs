@@ -27,6 +27,7 @@ rules![
     c71_after_a_failed_sync_nothing_is_appended_until_the_log_is_reopened,
     c72_a_second_open_is_ebusy,
     c73_truncated_segments_are_reused_and_their_records_gone,
+    c73_a_truncation_returns_when_it_is_durable,
     c73_further_spare_segments_are_removed,
 ];
 
@@ -455,6 +456,23 @@ fn c73_truncated_segments_are_reused_and_their_records_gone() {
     let log = Log::open(dir.path(), options()).unwrap();
     assert_eq!(all(&log).len(), kept);
     assert!(log.append(b"next").unwrap() > last);
+}
+
+fn c73_a_truncation_returns_when_it_is_durable() {
+    let dir = scratch();
+    let log = Log::open(dir.path(), options()).unwrap();
+    fill(&log, [50_000; 4]);
+    let shared = log.clone();
+    let failed = denied(Deny::all(libc::SYS_fsync, libc::EIO), move || {
+        // The second one finds the first segment freed, but not durably.
+        [(); 2].map(|()| errno(shared.truncate_before(LogPosition::new(2 * SEGMENT + FIRST))))
+    });
+    let Some(failed) = failed else { return };
+    assert_eq!(failed, [libc::EIO; 2]);
+    assert_eq!(log.truncate_before(log.end()), Ok(()));
+    assert_eq!((names(dir.path(), "segment-"), names(dir.path(), "spare-")), (1, 2));
+    fill(&log, [50_000; 2]);
+    assert_eq!((names(dir.path(), "segment-"), names(dir.path(), "spare-")), (3, 0));
 }
 
 fn c73_further_spare_segments_are_removed() {

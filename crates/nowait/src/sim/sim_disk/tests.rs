@@ -150,3 +150,26 @@ fn storage_runs_out_is_deallocated_and_is_found_by_seeking() {
     assert!(media.zero(ByteRange::new(0, 4096), true).is_some());
     assert!(!media.allocates(ByteRange::new(0, 1)) && media.allocates(ByteRange::new(4096, 1)));
 }
+
+#[test]
+fn what_a_failed_flush_has_lost_is_read_until_the_cache_is_dropped() {
+    let mut media = SimDisk::new(8192, 512, u64::MAX);
+    let write = |media: &mut SimDisk, pos, byte: u8| {
+        let range = ByteRange::new(pos, 4096);
+        let (_, change) = media.write(range, false, |bytes| bytes.resize(bytes.len() + 4096, byte));
+        media.reported(change);
+    };
+    write(&mut media, 0, 1);
+    media.flush();
+    write(&mut media, 0, 2);
+    // Half of the changes are lost, by chance.
+    let mut random = Random::new(1);
+    while media.read(ByteRange::new(0, 1)) == [2] {
+        media.lose(&mut random);
+        media.forget_lost();
+    }
+    assert_eq!(media.read(ByteRange::new(0, 1)), [1]);
+    write(&mut media, 4096, 3);
+    media.forget_lost();
+    assert_eq!(media.read(ByteRange::new(4095, 2)), [1, 3]);
+}
