@@ -17,6 +17,9 @@ mod open_chain;
 mod control_client;
 mod commands;
 
+use std::fmt;
+use std::io::{self, Write};
+
 use crate::args::Command;
 #[cfg(feature = "control")]
 use crate::commands::top;
@@ -28,6 +31,20 @@ use nowait_daemon::error::CliError;
 use nowait_daemon::process::{log, systemd};
 use nowait_daemon::serve;
 use nowait_daemon::upgrade::{launcher, receiver};
+
+/// The standard streams, for the words of a server.
+struct Terminal;
+
+impl serve::Output for Terminal {
+    fn ready(&self, lines: &str) {
+        // If standard output is closed, no process waits for the line.
+        let _ = output::print(lines).and_then(|()| output::flush());
+    }
+
+    fn note(&self, text: fmt::Arguments<'_>) {
+        let _ = writeln!(io::stderr(), "{text}");
+    }
+}
 
 /// Runs the command of this process. Returns the exit status.
 #[must_use]
@@ -77,7 +94,7 @@ fn execute(command: Command, config: ServeConfig) -> Result<u8, CliError> {
                 return output::print(text).map(|()| 0);
             }
             log::start(config.verbose);
-            serve::run(&config).map(|()| 0)
+            serve::run(&config, &Terminal).map(|()| 0)
         }
         Command::Create(args) => create::run(&args).map(|()| 0),
         Command::Info(args) => info::run(&args).map(|()| 0),

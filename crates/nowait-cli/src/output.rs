@@ -17,6 +17,14 @@ pub(crate) fn print(bytes: impl AsRef<[u8]>) -> Result<(), CliError> {
     io::stdout().write_all(bytes.as_ref()).map_err(|error| print_failure(&error))
 }
 
+/// Has standard output written.
+///
+/// # Errors
+/// It cannot be written to.
+pub(crate) fn flush() -> Result<(), CliError> {
+    io::stdout().flush().map_err(|error| print_failure(&error))
+}
+
 /// The failure of a write to standard output.
 pub(crate) fn print_failure(error: &io::Error) -> CliError {
     CliError::new(format!("standard output: {}", os_message(error)))

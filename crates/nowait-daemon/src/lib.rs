@@ -1,6 +1,50 @@
-//! The process of a server: what it opens, in which order, and what it gives up before it serves.
+//! The process of a nowait server: what `nowait serve` does when its command line is read.
 //!
-//! Invariant: what a server can be told is a [`config::ServeConfig`]; nothing here reads a command line.
+//! For programs that start servers by other means than the command: a manager of virtual machines, a container that is
+//! one server, a test. What a server can be told is a [`config::ServeConfig`], plain data, which
+//! [`config::config_file`] reads and writes as TOML. [`serve::run`] opens and locks images, binds sockets, confines the
+//! process, serves until a signal comes, and flushes. An export within a process with other work is `nowait-server`.
+//!
+//! ```no_run
+//! use std::fmt;
+//! use std::path::Path;
+//!
+//! use nowait_daemon::config::config_file;
+//! use nowait_daemon::{process, serve, upgrade};
+//!
+//! struct Quiet;
+//!
+//! impl serve::Output for Quiet {
+//!     fn ready(&self, _lines: &str) {}
+//!     fn note(&self, _text: fmt::Arguments<'_>) {}
+//! }
+//!
+//! process::set_up();
+//! // A server starts its own program again, for what a confined process may not do: the first of all.
+//! if let Some(status) = upgrade::launcher::run_if_asked() {
+//!     process::end(status);
+//! }
+//! let config = config_file::read(Path::new("/etc/nowait/disks.toml")).and_then(|config| {
+//!     config.check()?;
+//!     Ok(config)
+//! });
+//! match config {
+//!     Ok(config) => {
+//!         process::log::start(config.verbose);
+//!         if let Err(error) = serve::run(&config, &Quiet) {
+//!             eprintln!("{error}");
+//!             process::end(error.status());
+//!         }
+//!     }
+//!     Err(why) => {
+//!         eprintln!("{why}");
+//!         process::end(2);
+//!     }
+//! }
+//! ```
+//!
+//! Invariant: nothing here reads a command line, or prints but to the log; the process is this crate's: it forks, sets
+//! signal handlers and limits, and ends.
 
 pub mod error;
 pub mod size;

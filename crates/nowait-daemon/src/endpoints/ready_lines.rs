@@ -1,29 +1,14 @@
 //! The lines in which a server says that clients can connect, and where.
 //!
-//! Invariant: with `--json` there is one line, an object; where the parent process handed the sockets
-//! over, standard output stays empty without it.
-
-use std::io::{self, Write};
+//! Invariant: with `--json` there is one line, an object.
 
 use nowait_nbd::Address;
 use nowait_server::QueueKind;
-use tracing::info;
 
 use crate::config::export_spec::NamedExport;
 use crate::config::{Encryption, ServeConfig};
 use crate::disks::open_disk::OpenedDisk;
 use crate::disks::ublk_nodes::UblkNodes;
-
-/// Prints that clients can connect, and where. The parent process knows inherited sockets, and
-/// standard output may be read by another program then, as in `nbdcopy -- [ nowait serve IMAGE ]
-/// -`: the lines are printed there only with `--json`.
-pub(crate) fn print_ready(config: &ServeConfig, lines: &str, is_inherited: bool) {
-    if is_inherited && !config.json {
-        return lines.lines().for_each(|line| info!("{line}"));
-    }
-    // If standard output is closed, no process waits for the line.
-    let _ = io::stdout().write_all(lines.as_bytes()).and_then(|()| io::stdout().flush());
-}
 
 /// The lines that say where clients can connect; with `--json` one object.
 pub(crate) fn ready_lines(
@@ -102,14 +87,7 @@ pub(crate) fn vhost_user_paths(config: &ServeConfig, all: &[OpenedDisk]) -> Vec<
     paths
 }
 
-pub(crate) fn print_hint(config: &ServeConfig, listens: &[Address], named: &NamedExport) {
-    if let Some(uri) = uris(config, listens, named).first() {
-        print(format_args!(
-            "try:  nbdinfo '{uri}'\n      qemu-img info '{uri}'\n      nbdcopy '{uri}' copy.img"
-        ));
-    }
-}
-
-pub(crate) fn print(line: std::fmt::Arguments<'_>) {
-    let _ = writeln!(io::stderr(), "{line}");
+/// What can be tried at `uri`, for a user who has given nothing.
+pub(crate) fn hint(uri: &str) -> String {
+    format!("try:  nbdinfo '{uri}'\n      qemu-img info '{uri}'\n      nbdcopy '{uri}' copy.img")
 }

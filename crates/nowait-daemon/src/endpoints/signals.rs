@@ -22,6 +22,7 @@ use tracing::Level;
 use crate::disks::default_image::DefaultSocket;
 use crate::endpoints::reload::Reload;
 use crate::process;
+use crate::process::background::Detached;
 use crate::process::lifetime::PidFile;
 use crate::process::log;
 use crate::process::systemd;
@@ -119,11 +120,11 @@ struct State {
 pub(crate) struct Ending(Arc<Mutex<State>>);
 
 impl Ending {
-    /// Installs the signal handlers. To be called once, before any image is opened.
+    /// Installs the signal handlers, in a process that forks no more. To be called once, before any image is opened.
     ///
     /// # Errors
     /// sigaction(2) or the creation of a thread failed.
-    pub(crate) fn on_signal() -> io::Result<Self> {
+    pub(crate) fn on_signal(_: &Detached) -> io::Result<Self> {
         let signals = Signals::new(that_end())?;
         for signal in IGNORED {
             signal_hook::flag::register(signal, Arc::default())?;

@@ -23,14 +23,36 @@ const READY: u8 = b'R';
 const ENDED_BY_SIGNAL: i32 = 1;
 
 /// The server's end of its tie to the process that was called.
-pub(crate) struct Background(io::PipeWriter);
+struct Background(io::PipeWriter);
+
+/// A process that goes on to be the server: threads may be started, for it forks no more.
+pub(crate) struct Detached(Option<Background>);
+
+impl Detached {
+    /// Goes to the background if that is asked for (`forks`). To be called while there is one thread, and no file that
+    /// only one of both processes should have open.
+    ///
+    /// # Errors
+    /// There are too many processes or descriptors.
+    pub(crate) fn detach(forks: bool) -> Result<Self, CliError> {
+        forks.then(fork).transpose().map(Self)
+    }
+
+    /// Clients can connect: a server in the background leaves its caller. Standard error stays if it `is_log_file`.
+    ///
+    /// # Errors
+    /// /dev/null cannot be opened.
+    pub(crate) fn ready(self, is_log_file: bool) -> io::Result<()> {
+        self.0.map_or(Ok(()), |background| background.ready(is_log_file))
+    }
+}
 
 /// Forks. Returns in the new process, which becomes the server; the calling process waits, and
-/// ends. To be called while there is one thread, and no file that only one of both should have open.
+/// ends.
 ///
 /// # Errors
 /// There are too many processes or descriptors.
-pub(crate) fn fork() -> Result<Background, CliError> {
+fn fork() -> Result<Background, CliError> {
     let cannot =
         |error: io::Error| CliError::new(format!("--fork: cannot: {}", os_message(&error)));
     let (reader, writer) = io::pipe().map_err(cannot)?;
@@ -75,7 +97,7 @@ impl Background {
     ///
     /// # Errors
     /// /dev/null cannot be opened.
-    pub(crate) fn ready(mut self, is_log_file: bool) -> io::Result<()> {
+    fn ready(mut self, is_log_file: bool) -> io::Result<()> {
         let null = OpenOptions::new().read(true).write(true).open("/dev/null")?;
         dup2_stdin(null.as_fd())?;
         dup2_stdout(null.as_fd())?;

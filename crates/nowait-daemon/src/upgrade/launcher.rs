@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use tracing::warn;
 
+use crate::process::background::Detached;
 use crate::process::owned_paths::{self, Change, OwnedPaths};
 use crate::secrets;
 use crate::upgrade::channel::{Bounds, Channel, Message};
@@ -103,12 +104,13 @@ struct Process {
 }
 
 impl Launcher {
-    /// Starts the process. To be called before this process is confined. It `starts` programs with the limit
+    /// Starts the process, from one that forks no more. To be called before this process is confined. It `starts` programs with the limit
     /// `descriptors`, has the `variables` in its environment, and is `quiet` if it may not hold the caller's output open.
     ///
     /// # Errors
     /// A line that says what is missing.
     pub(crate) fn start(
+        _: &Detached,
         starts: Starts,
         quiet: bool,
         descriptors: Rlimit,

@@ -205,7 +205,7 @@ impl Receiver {
     ///
     /// # Errors
     /// The old program has ended, or has called it off.
-    pub(crate) fn serve(
+    pub(crate) fn restore(
         &self,
         server: &Exports,
         listeners: Vec<Listener>,

@@ -1,0 +1,147 @@
+//! The sixth phase: clients can connect, and everything that watches the process knows.
+//!
+//! Invariant: the PID file, the ready line and the word to the service manager come when clients can connect.
+
+use std::path::PathBuf;
+
+use nowait_nbd::Address;
+use nowait_server::{Exports, Listener, Server};
+use tracing::{info, warn};
+
+use crate::config::ServeConfig;
+use crate::control::control_interface::ControlInterface;
+use crate::control::control_socket;
+use crate::control::running_server::{Additions, RunningServer};
+use crate::disks::allowed_places::AllowedPlaces;
+use crate::disks::open_disk::{Common, OpenedDisk};
+use crate::disks::served_disks::{ServedDisk, ServedDisks};
+use crate::disks::ublk_nodes::UblkNodes;
+use crate::endpoints::ready_lines::{hint, ready_lines, uris, vhost_user_paths};
+use crate::endpoints::signals::Ending;
+use crate::error::{CliError, os_message};
+use crate::process::background::Detached;
+use crate::process::log_file::LogFile;
+use crate::process::systemd;
+use crate::process::watchdog;
+use crate::serve::Context;
+use crate::serve::bound::Places;
+use crate::serve::confined::Confined;
+use crate::serve::opened::Images;
+use crate::upgrade::receiver::SavedClients;
+
+/// A server that serves.
+pub(super) struct Serving<'a> {
+    pub(super) config: &'a ServeConfig,
+    pub(super) server: Server,
+    /// The path or URI of the first image.
+    pub(super) image: PathBuf,
+    pub(super) disks: ServedDisks,
+    pub(super) control: Option<ControlInterface>,
+    pub(super) places: Places,
+    pub(super) ending: Ending,
+    /// Private: no other module makes one.
+    _made_here: (),
+}
+
+impl<'a> Serving<'a> {
+    /// Lets clients connect to the server that is `confined`, those of another program first if it takes over.
+    ///
+    /// # Errors
+    /// The other program has ended, or has called it off; the driver's.
+    pub(super) fn of(confined: Confined<'a>) -> Result<Self, CliError> {
+        // Where this fails, the server is dropped first, then its nodes.
+        let Confined { context, images, later, places, control, upgrades, server, .. } = confined;
+        let Context { config, output, receiver, waiting } = context;
+        let (image, listens) = (images.path().to_owned(), &places.listens);
+        let Images { all, is_default, adopted, common } = images;
+        let lines = ready_lines(config, &all, confined.kind, listens, &places.nodes);
+        let uris = all.first().map(|first| uris(config, listens, &first.named)).unwrap_or_default();
+        let disks = ServedDisks::new(served(config, &server, all, listens, &places.nodes));
+        let added = additions(config, listens.clone(), common);
+        let running = RunningServer::new(server.exports(), disks.clone(), added, upgrades);
+        let takes_over = receiver.is_some();
+        if let Some(receiver) = receiver {
+            let clients = adopted.unwrap_or_default();
+            add_places(&mut disks.lock(), &clients);
+            receiver.restore(&server.exports(), later, clients)?;
+            places.nodes.start()?;
+        }
+        let pid_file = places.pid_file.iter().filter_map(|file| file.appear().err());
+        pid_file.for_each(|error| warn!("{error}"));
+        let control = control.serve(running);
+        // The parent process knows inherited sockets, and standard output may be read by another program then, as in
+        // `nbdcopy -- [ nowait serve IMAGE ] -`.
+        match (places.inherited > 0 || takes_over) && !config.json {
+            true => lines.lines().for_each(|line| info!("{line}")),
+            false => output.ready(&lines),
+        }
+        systemd::notify_ready(&uris);
+        if let Some(uri) = uris.first().filter(|_| is_default) {
+            output.note(format_args!("{}", hint(uri)));
+        }
+        start_long_run(server.exports(), confined.detached, places.log_file.as_ref(), waiting);
+        let ending = confined.ending;
+        Ok(Self { config, server, image, disks, control, places, ending, _made_here: () })
+    }
+}
+
+/// Clients can connect: none of those `waiting` is disconnected any more, the watchdog watches the threads of `exports`,
+/// messages go to the log file, and a process in the background lets its caller go.
+fn start_long_run(
+    exports: Exports,
+    detached: Detached,
+    log_file: Option<&LogFile>,
+    waiting: &mut Vec<Listener>,
+) {
+    waiting.clear();
+    watchdog::start(exports);
+    if let Some(Err(error)) = log_file.map(LogFile::begin) {
+        warn!("{error}");
+    }
+    if let Err(error) = detached.ready(log_file.is_some()) {
+        warn!("--fork: {}", os_message(&error));
+    }
+}
+
+/// The images of `all` with the ids of their exports and where these can be reached.
+fn served(
+    config: &ServeConfig,
+    server: &Server,
+    all: Vec<OpenedDisk>,
+    listens: &[Address],
+    nodes: &UblkNodes,
+) -> Vec<ServedDisk> {
+    let sockets = vhost_user_paths(config, &all);
+    let ids = server.exports().list().into_iter().map(|(id, _)| id);
+    let served = |(at, (id, (disk, sockets))): (usize, (_, (OpenedDisk, Vec<String>)))| {
+        let sockets = sockets.into_iter().map(|path| format!("vhost-user:{path}"));
+        let uris = uris(config, listens, &disk.named);
+        let places = nodes.path(at).into_iter().chain(uris).chain(sockets).collect();
+        ServedDisk { id, disk, places, ublk: nodes.device(at) }
+    };
+    ids.zip(all.into_iter().zip(sockets)).enumerate().map(served).collect()
+}
+
+/// Adds the vhost-user sockets of `clients` that are none of the arguments.
+fn add_places(served: &mut [ServedDisk], clients: &SavedClients) {
+    for (export, device) in &clients.devices {
+        let path = device.listener.as_ref().and_then(|listener| listener.unix_path());
+        let place = path.map(|path| format!("vhost-user:{}", path.display()));
+        if let (Some(disk), Some(place)) = (served.get_mut(*export), place)
+            && !disk.places.contains(&place)
+        {
+            disk.places.push(place);
+        }
+    }
+}
+
+/// What the exports have in common that are added later, at the addresses `listens`.
+fn additions(config: &ServeConfig, listens: Vec<Address>, common: Common) -> Additions {
+    let tls = config.requires_tls();
+    Additions {
+        common,
+        allowed: AllowedPlaces::of(config, control_socket::directory()),
+        max_connections: config.max_connections,
+        places: Box::new(move |named| listens.iter().map(|at| at.uri(&named.name, tls)).collect()),
+    }
+}
