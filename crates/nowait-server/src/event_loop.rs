@@ -24,11 +24,11 @@ use nowait::{
 };
 
 use crate::export::result;
-use crate::fairness::NO_EXPORT;
 use crate::frontend::Frontend;
 use crate::injected_bug::{ServerBug, injected};
 use crate::latency::TIMED;
 use crate::loop_context::{DiskEngine, LoopContext, TOKEN_BITS};
+use crate::member::NO_EXPORT;
 use crate::served_export::Unused;
 use crate::shared_export::DEFAULT_WEIGHT;
 use crate::slow_requests::KEY_MASK;
@@ -123,7 +123,7 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
     /// The limits hold no more: the members have to leave.
     fn lift_limits(&mut self) {
         let LoopContext { exports, throttle, .. } = &mut self.context;
-        exports.iter_mut().for_each(|(_, served)| _ = served.throttle.lift());
+        exports.iter().for_each(|served| _ = served.throttle.borrow_mut().lift());
         throttle.on_change();
     }
 
@@ -132,22 +132,23 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
     fn review_exports(&mut self) {
         let LoopContext { exports, throttle, .. } = &mut self.context;
         let (mut changed, mut has_new_limits) = (Vec::new(), false);
-        for (index, served) in exports.iter_mut() {
+        for served in exports.iter() {
             let is_paused = served.shared.is_paused();
-            if std::mem::replace(&mut served.is_pausing, is_paused) != is_paused {
-                changed.push(index);
+            let has_changed = served.is_pausing.replace(is_paused) != is_paused;
+            if has_changed {
+                changed.push(served.index());
             }
-            let limits = &served.shared.limits;
-            has_new_limits |= match (is_paused || self.stopping, changed.last() == Some(&index)) {
-                (true, _) => served.throttle.lift(),
-                (false, true) => served.throttle.restore(limits),
-                (false, false) => served.throttle.update(limits),
+            let (limits, mut own) = (&served.shared.limits, served.throttle.borrow_mut());
+            has_new_limits |= match (is_paused || self.stopping, has_changed) {
+                (true, _) => own.lift(),
+                (false, true) => own.restore(limits),
+                (false, false) => own.update(limits),
             };
         }
         if has_new_limits {
             throttle.on_change();
         }
-        throttle.has_limits = exports.iter().any(|served| served.throttle.is_on());
+        throttle.has_limits = exports.iter().any(|served| served.throttle.borrow().is_on());
         exports.look_again();
         for index in changed {
             self.frontend.change_pause(&mut self.context, index);
@@ -175,12 +176,12 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
     /// image is flushed at the end of the server.
     fn flush(&mut self, index: u32) {
         let LoopContext { engine, exports, slow, .. } = &mut self.context;
-        let Some(served) = exports.get_mut(index) else { return };
+        let Some(served) = exports.get(index) else { return };
         let io = Request { op: Op::Flush, flags: Flags::NONE, range: ByteRange::new(0, 0) };
         let tag = OWN_MEMBER << 32 | slow.begin();
         served.begin_flush();
         match engine.submit_no_data(&served.device, io, tag) {
-            Ok(()) => served.in_flight += 1,
+            Ok(()) => served.on_submitted(),
             Err(rejected) => {
                 slow.undo();
                 served.export.note_fault(io, rejected.error.errno());
@@ -301,8 +302,8 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         if let Some((overdue, time)) = slow.advance(now) {
             let tags = engine.tags_in_flight();
             let late: Vec<_> = tags.filter(|(_, tag)| overdue.has(*tag)).collect();
-            for (index, served) in exports.iter_mut() {
-                let count = late.iter().filter(|(device, _)| *device == index).count();
+            for served in exports.iter() {
+                let count = late.iter().filter(|(device, _)| *device == served.index()).count();
                 if count > 0 {
                     served.export.note_overdue(count as u32, time);
                 }
@@ -382,7 +383,7 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         let mut left = self.context.quantum;
         for _ in 0..self.context.run_queues.bulk.len() {
             let Some(member) = self.context.run_queues.bulk.pop() else { return };
-            let export = self.frontend.member(member).map_or(NO_EXPORT, |state| state.export);
+            let export = self.frontend.member(member).map_or(NO_EXPORT, |state| state.export());
             let moved = self.service(member);
             let served = self.context.exports.get(export);
             let weight = served.map_or(DEFAULT_WEIGHT, |served| served.shared.weight());
@@ -412,28 +413,32 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
 
     /// Whether limits hold for a member.
     fn is_limited(&mut self, member: usize) -> bool {
-        let export = self.frontend.member(member).map_or(NO_EXPORT, |state| state.export);
-        let served = self.context.exports.get(export);
-        served.is_some_and(|served| served.throttle.is_on()) && self.frontend.is_limited(member)
+        let served = self.frontend.member(member).and_then(|state| state.served.as_deref());
+        served.is_some_and(|served| served.throttle.borrow().is_on())
+            && self.frontend.is_limited(member)
     }
 
     /// Services a member under limits.
     #[cold]
     fn service_limited(&mut self, member: usize) -> u64 {
         let Some(state) = self.frontend.member(member) else { return 0 };
-        let LoopContext { exports, throttle, quantum, .. } = &mut self.context;
-        let Some(served) = exports.get_mut(state.export) else { return 0 };
+        let LoopContext { throttle, quantum, .. } = &mut self.context;
+        let Some(served) = state.served.clone() else { return 0 };
         // Tokens of requests that were submitted between its services.
-        served.throttle.charge(state);
+        served.throttle.borrow().charge(&mut state.quantum, &state.client);
         state.quantum.begin(*quantum);
-        let moved = match throttle.holds(member, state, &mut served.throttle, Instant::now()) {
+        let now = Instant::now();
+        let is_held = throttle.holds(member, state, &mut served.throttle.borrow_mut(), now);
+        // Its reference must end before its export is detached.
+        drop(served);
+        let moved = match is_held {
             true => self.frontend.send_answers(&mut self.context, member),
             false => self.frontend.service(&mut self.context, member),
         };
         if let Some(state) = self.frontend.member(member)
-            && let Some(served) = self.context.exports.get(state.export)
+            && let Some(served) = state.served.clone()
         {
-            served.throttle.charge(state);
+            served.throttle.borrow().charge(&mut state.quantum, &state.client);
         }
         if self.context.has_released {
             self.wake_blocked();
@@ -452,8 +457,8 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
                 continue;
             }
             let LoopContext { exports, throttle, run_queues, .. } = &mut self.context;
-            if let Some(served) = exports.get_mut(export) {
-                served.throttle.on_released(throttle.round);
+            if let Some(served) = exports.get(export) {
+                served.throttle.borrow_mut().on_released(throttle.round);
             }
             if let Some(state) = self.frontend.member(member) {
                 state.is_held = false;

@@ -1,16 +1,10 @@
-//! Fair scheduling of connections: how many bytes one service of a connection moves, and which
-//! connection is serviced first.
+//! Fair scheduling of connections: how many bytes one service of a connection moves.
 //!
-//! Invariant: an interactive connection waits for at most one quantum of bulk traffic. Bulk
-//! connections take turns, those of each export by its weight.
-
-use std::sync::Arc;
+//! Invariant: an interactive connection waits for at most one quantum of bulk traffic.
 
 use nowait::{Op, Request};
 
-use crate::bulk_queues::BulkQueues;
-use crate::rate_limit::{ClientBuckets, Tokens};
-use crate::shared_export::ExportUse;
+use crate::rate_limit::Tokens;
 
 /// Quantum in bytes with several connections: what one service may send, and as much may be read
 /// from the device. A processor copies it in some 50 µs. A request is not split, so the last one
@@ -25,9 +19,6 @@ const BULK_THRESHOLD_BYTES: u64 = 256 << 10;
 pub(crate) fn quantum_among(connections: usize) -> u64 {
     if connections > 1 { QUANTUM_SHARED_BYTES } else { QUANTUM_ALONE_BYTES }
 }
-
-/// In place of an index: a member that uses no export yet.
-pub(crate) const NO_EXPORT: u32 = u32::MAX;
 
 /// What a connection may still move in this service.
 pub(crate) struct Quantum {
@@ -137,89 +128,8 @@ impl Quantum {
     }
 
     #[inline]
-    fn is_bulk(&self) -> bool {
+    pub(crate) fn is_bulk(&self) -> bool {
         self.recent_bytes + self.moved >= BULK_THRESHOLD_BYTES
-    }
-}
-
-/// What the event loop keeps for a connection or a queue of a frontend: a member of its run queues.
-pub(crate) struct Member {
-    /// It is in the run queues.
-    pub(crate) scheduled: bool,
-    /// What it may move in this service.
-    pub(crate) quantum: Quantum,
-    /// Bytes of the buffer budget that it holds.
-    pub(crate) budget_used: u64,
-    /// The limits of the client that it belongs to.
-    pub(crate) client: Arc<ClientBuckets>,
-    /// It waits until it may go on under the limits.
-    pub(crate) is_held: bool,
-    /// The export that it uses, among those of its thread; [`NO_EXPORT`] before it has chosen one.
-    pub(crate) export: u32,
-    /// Its use of the export.
-    pub(crate) used: Option<ExportUse>,
-}
-
-impl Default for Member {
-    fn default() -> Self {
-        Self {
-            scheduled: false,
-            quantum: Quantum::default(),
-            budget_used: 0,
-            client: Arc::default(),
-            is_held: false,
-            export: NO_EXPORT,
-            used: None,
-        }
-    }
-}
-
-impl Member {
-    /// One of several members of a client.
-    pub(crate) fn of(client: Arc<ClientBuckets>) -> Self {
-        Self { client, ..Self::default() }
-    }
-}
-
-/// The scheduled members, by number.
-#[derive(Default)]
-pub(crate) struct RunQueues {
-    /// Interactive members: all are serviced in each iteration.
-    pub(crate) interactive: Vec<usize>,
-    /// Bulk members, which take turns by the weights of their exports.
-    pub(crate) bulk: BulkQueues,
-    /// An empty list that keeps its memory.
-    spare: Vec<usize>,
-}
-
-impl RunQueues {
-    #[inline]
-    pub(crate) fn schedule(&mut self, number: usize, member: &mut Member) {
-        if std::mem::replace(&mut member.scheduled, true) {
-            return;
-        }
-        match member.quantum.is_bulk() {
-            true => self.bulk.push(member.export, number),
-            false => self.interactive.push(number),
-        }
-    }
-
-    /// Takes the list of interactive members.
-    #[inline]
-    pub(crate) fn take_interactive(&mut self) -> Vec<usize> {
-        std::mem::replace(&mut self.interactive, std::mem::take(&mut self.spare))
-    }
-
-    /// Keeps the memory of a list that was taken, which is empty now.
-    #[inline]
-    pub(crate) fn keep(&mut self, list: Vec<usize>) {
-        debug_assert!(list.is_empty());
-        self.spare = list;
-    }
-
-    #[inline]
-    pub(crate) fn is_empty(&self) -> bool {
-        self.interactive.is_empty() && self.bulk.is_empty()
     }
 }
 
@@ -235,25 +145,6 @@ mod tests {
             quantum.moved(bytes);
         }
         quantum
-    }
-
-    #[test]
-    fn a_connection_that_moves_a_quantum_in_each_service_is_bulk_and_one_that_moves_little_is_not()
-    {
-        let mut queues = RunQueues::default();
-        for (number, bytes) in [(1, QUANTUM_SHARED_BYTES), (2, 16 * 4096), (3, 1 << 20)] {
-            let mut member = Member { quantum: moving(bytes), ..Member::default() };
-            queues.schedule(number, &mut member);
-            // It is in one queue once.
-            queues.schedule(number, &mut member);
-        }
-        let RunQueues { interactive, mut bulk, .. } = queues;
-        let mut order = Vec::new();
-        while let Some(number) = bulk.pop() {
-            order.push(number);
-            bulk.serviced(1, 100);
-        }
-        assert_eq!((interactive, order), (vec![2], vec![1, 3]));
     }
 
     #[test]

@@ -8,8 +8,8 @@ use std::time::Instant;
 
 use nowait::{Completion, Error, IoQueue, Token};
 
-use crate::fairness::Member;
 use crate::loop_context::LoopContext;
+use crate::member::Member;
 use crate::statistics::FrontendKind;
 
 /// A frontend of a thread. Its members are what the thread schedules: the connections of NBD, the

@@ -7,9 +7,9 @@ use std::time::Instant;
 
 use nowait::{Completion, Error, IoQueue, Token};
 
-use crate::fairness::Member;
 use crate::frontend::Frontend;
 use crate::loop_context::{KIND_BITS, LoopContext};
+use crate::member::Member;
 use crate::nbd::nbd_frontend::NbdFrontend;
 use crate::statistics::FrontendKind;
 use crate::ublk::ublk_frontend::UblkFrontend;

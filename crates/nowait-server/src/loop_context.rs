@@ -5,6 +5,7 @@
 //! from those of the thread's other frontends.
 
 use std::os::fd::BorrowedFd;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,8 +16,9 @@ use nowait::{
 
 use crate::buffer_budget::{BufferBudget, DeclaredUse};
 use crate::delayed_release::DelayedRelease;
-use crate::fairness::{Member, NO_EXPORT, RunQueues, quantum_among};
+use crate::fairness::quantum_among;
 use crate::latency::Sampler;
+use crate::member::{Member, RunQueues};
 use crate::net::connection_limit::ConnectionLimit;
 use crate::served_export::{ServedExport, ServedExports};
 use crate::shared_export::ExportUse;
@@ -111,22 +113,16 @@ impl<Q: IoQueue> LoopContext<Q> {
         }
     }
 
-    /// The export of `member`, if it uses one.
+    /// Whether a request of a member that uses `served` finds a slot of the engine.
     #[inline]
-    pub(crate) fn export_of(&self, member: &Member) -> Option<&ServedExport> {
-        self.exports.get(member.export)
-    }
-
-    /// Whether a request of `member` finds a slot of the engine.
-    #[inline]
-    pub(crate) fn has_free_slot(&self, member: &Member) -> bool {
-        self.exports.admits(member.export, self.engine.free_slots())
+    pub(crate) fn has_free_slot(&self, served: Option<&ServedExport>) -> bool {
+        self.exports.admits(served, self.engine.free_slots())
     }
 
     /// A read of `member` was answered without the engine.
     #[inline]
     pub(crate) fn count_hole(&self, frontend: FrontendKind, member: &mut Member, io: Request) {
-        if let Some(served) = self.export_of(member) {
+        if let Some(served) = &member.served {
             served.statistics.count(frontend, io.op, io.range.len);
         }
         member.quantum.count(io);
@@ -135,7 +131,7 @@ impl<Q: IoQueue> LoopContext<Q> {
     /// A request of `member` was refused before it was submitted.
     #[cold]
     pub(crate) fn count_error(&self, kind: FrontendKind, member: &Member, op: Op, errno: i32) {
-        if let Some(served) = self.export_of(member) {
+        if let Some(served) = &member.served {
             served.statistics.count_error(kind, op, errno);
         }
     }
@@ -158,21 +154,26 @@ impl<Q: IoQueue> LoopContext<Q> {
         self.update_shares();
     }
 
-    /// Has `member` use an export.
+    /// Has `member` use an export. References to it have to end before the member leaves.
     ///
     /// # Errors
     /// As [`Engine::attach`].
-    pub(crate) fn use_export(&mut self, member: &mut Member, used: ExportUse) -> Result<(), Error> {
-        member.export = self.exports.add_member(&mut self.engine, used.export())?;
-        let served = self.exports.get(member.export);
-        self.throttle.has_limits |= served.is_some_and(|served| served.throttle.is_on());
-        member.used = Some(used);
-        Ok(())
+    pub(crate) fn use_export(
+        &mut self,
+        member: &mut Member,
+        used: ExportUse,
+    ) -> Result<Rc<ServedExport>, Error> {
+        let served = self.exports.add_member(&mut self.engine, used.export())?;
+        self.throttle.has_limits |= served.throttle.borrow().is_on();
+        (member.served, member.used) = (Some(served.clone()), Some(used));
+        Ok(served)
     }
 
     /// A member that was not counted uses its export no more.
     pub(crate) fn leave_export(&mut self, member: &mut Member) {
-        self.exports.remove_member(std::mem::replace(&mut member.export, NO_EXPORT));
+        if let Some(served) = member.served.take() {
+            self.exports.remove_member(&served);
+        }
         member.used = None;
     }
 
@@ -215,30 +216,59 @@ impl<Q: IoQueue> LoopContext<Q> {
         self.has_released |= bytes > 0;
     }
 
-    /// Submits a request of `member`, which has this `number`, by `submit`, which gets its device and its
-    /// tag. [`Frontend::complete`](crate::frontend::Frontend::complete) gets `key`, of 27 bits. The
+    /// Submits a request of the member with this `number`, which uses `served`, by `submit`, which gets its
+    /// device and its tag. [`Frontend::complete`](crate::frontend::Frontend::complete) gets `key`, of 27 bits. The
     /// engine's workers serve the members in turn.
     ///
     /// # Errors
-    /// The error of `submit`; `ENODEV` for a member without an export.
+    /// The error of `submit`; `ENODEV` for a member that uses no export.
     #[inline(always)]
     pub(crate) fn submit(
         &mut self,
-        member: &Member,
+        served: Option<&ServedExport>,
         number: usize,
         key: u32,
         submit: impl FnOnce(&mut DiskEngine<Q>, &DiskHandle, u64) -> Result<(), Rejected>,
     ) -> Result<(), Rejected> {
+        let Some(served) = served else { return Err(no_export(None)) };
+        let tag = self.begin_request(number, key);
+        let submitted = submit(&mut self.engine, &served.device, tag);
+        self.end_request(served, submitted)
+    }
+
+    /// As [`LoopContext::submit`], a read or write `io` of `buf`. The path of a simple read is compiled into
+    /// the caller.
+    #[inline(always)]
+    pub(crate) fn submit_buffer(
+        &mut self,
+        served: Option<&ServedExport>,
+        number: usize,
+        key: u32,
+        (io, buf): (Request, PooledBuffer),
+    ) -> Result<(), Rejected> {
+        let Some(served) = served else { return Err(no_export(Some(buf))) };
+        let tag = self.begin_request(number, key);
+        let submitted = self.engine.submit(&served.device, io, buf, tag);
+        self.end_request(served, submitted)
+    }
+
+    /// The tag for a request that is submitted now.
+    #[inline(always)]
+    fn begin_request(&mut self, number: usize, key: u32) -> u64 {
         debug_assert_eq!(u64::from(key) & !KEY_MASK, 0);
-        let Some(served) = self.exports.get_mut(member.export) else {
-            let error = Error::new(libc::ENODEV, Operation::Validate);
-            return Err(Rejected { error, buf: None });
-        };
         let epoch = self.slow.begin();
-        let tag = self.place.number(number as u64) << 32 | epoch | u64::from(key);
-        let submitted = submit(&mut self.engine, &served.device, self.sampler.mark(tag));
+        self.sampler.mark(self.place.number(number as u64) << 32 | epoch | u64::from(key))
+    }
+
+    /// Counts a request of `served`, if it was submitted.
+    #[inline(always)]
+    fn end_request(
+        &mut self,
+        served: &ServedExport,
+        submitted: Result<(), Rejected>,
+    ) -> Result<(), Rejected> {
         match &submitted {
-            Ok(()) => served.in_flight += 1,
+            Ok(()) => served.on_submitted(),
             Err(_) => self.slow.undo(),
         }
         submitted
@@ -247,13 +277,13 @@ impl<Q: IoQueue> LoopContext<Q> {
     /// A buffer for a request of `member` of `range`; `None` if memory is short.
     #[inline]
     pub(crate) fn buffer(&mut self, member: &Member, range: ByteRange) -> Option<PooledBuffer> {
-        self.engine.buffer(&self.exports.get(member.export)?.device, range)
+        self.engine.buffer(&member.served()?.device, range)
     }
 
     /// As [`DeviceHandle::buffer_offset`].
     #[inline]
     pub(crate) fn buffer_offset(&self, member: &Member, pos: u64) -> usize {
-        self.export_of(member).map_or(0, |served| served.device.buffer_offset(pos))
+        member.served().map_or(0, |served| served.device.buffer_offset(pos))
     }
 
     /// Reports `token`, of [`TOKEN_BITS`] bits, whenever `fd` is ready.
@@ -289,4 +319,10 @@ impl<Q: IoQueue> LoopContext<Q> {
         self.place = outside;
         result
     }
+}
+
+/// The refusal of a request of a member that uses no export.
+#[cold]
+fn no_export(buf: Option<PooledBuffer>) -> Rejected {
+    Rejected { error: Error::new(libc::ENODEV, Operation::Validate), buf }
 }

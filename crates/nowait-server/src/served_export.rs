@@ -4,17 +4,19 @@
 //! request of it is in flight there, and for an idle time after that; then its writes are made durable,
 //! and it is detached.
 
+use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nowait::{BlockMap, DeviceHandle, Engine, Error, IoQueue};
 
 use crate::export::{Export, ExportId};
+use crate::export_throttle::ExportThrottle;
 use crate::injected_bug::{ServerBug, injected};
 use crate::shared_export::SharedExport;
 use crate::statistics::{MechanismCounts, ThreadStatistics};
-use crate::throttle::ExportThrottle;
 
 /// Beside other exports, one may have this fraction of the requests in flight that there is room for.
 const ROOM_SHARE: usize = 2;
@@ -32,7 +34,7 @@ enum Stage {
     Flushed,
 }
 
-/// An export as one thread serves it.
+/// An export as one thread serves it. Its members have references to it.
 pub(crate) struct ServedExport {
     pub(crate) shared: Arc<SharedExport>,
     pub(crate) export: Arc<Export>,
@@ -40,40 +42,58 @@ pub(crate) struct ServedExport {
     pub(crate) device: DeviceHandle<dyn BlockMap>,
     /// The counters that only this thread changes.
     pub(crate) statistics: Arc<ThreadStatistics>,
-    pub(crate) throttle: ExportThrottle,
+    pub(crate) throttle: RefCell<ExportThrottle>,
     /// Its members have to leave the thread.
-    pub(crate) is_pausing: bool,
+    pub(crate) is_pausing: Cell<bool>,
     /// Counts of the engines of the threads before this one.
     mechanisms_before: MechanismCounts,
     /// Members of the thread that use it.
-    members: usize,
+    members: Cell<usize>,
     /// Requests in the engine.
-    pub(crate) in_flight: u32,
-    stage: Stage,
+    in_flight: Cell<u32>,
+    stage: Cell<Stage>,
 }
 
 impl ServedExport {
     /// Publishes how the engine has served the requests.
     pub(crate) fn publish<Q: IoQueue>(&self, engine: &Engine<Q, dyn BlockMap>) {
         let stats = engine.stats_of(&self.device);
-        self.statistics.publish(&self.mechanisms_before, &stats, self.in_flight);
+        self.statistics.publish(&self.mechanisms_before, &stats, self.in_flight());
+    }
+
+    /// Its index among the exports of the thread.
+    #[inline]
+    pub(crate) fn index(&self) -> u32 {
+        self.device.index()
+    }
+
+    /// Requests in the engine.
+    #[inline]
+    pub(crate) fn in_flight(&self) -> u32 {
+        self.in_flight.get()
+    }
+
+    /// A request of it is in the engine now.
+    #[inline]
+    pub(crate) fn on_submitted(&self) {
+        self.in_flight.set(self.in_flight.get() + 1);
     }
 
     /// The flush begins after which it is detached.
-    pub(crate) fn begin_flush(&mut self) {
-        self.stage = Stage::Flushing;
+    pub(crate) fn begin_flush(&self) {
+        self.stage.set(Stage::Flushing);
     }
 
     fn is_idle(&self) -> bool {
-        let is_wrong = self.is_pausing && injected(ServerBug::DrainWithRequest);
-        let drained = self.in_flight == 0 || is_wrong;
-        self.members == 0 && drained
+        let is_wrong = self.is_pausing.get() && injected(ServerBug::DrainWithRequest);
+        let drained = self.in_flight() == 0 || is_wrong;
+        self.members.get() == 0 && drained
     }
 }
 
 /// The exports that a thread serves, by the index of the device in its engine.
 pub(crate) struct ServedExports {
-    by_index: Vec<Option<Box<ServedExport>>>,
+    by_index: Vec<Option<Rc<ServedExport>>>,
     by_id: HashMap<ExportId, u32>,
     /// Exports without members and requests, to be looked at.
     left: Vec<u32>,
@@ -104,25 +124,13 @@ impl ServedExports {
         self.by_index.get(index as usize)?.as_deref()
     }
 
-    /// An export that the thread serves, to be changed.
-    #[inline]
-    pub(crate) fn get_mut(&mut self, index: u32) -> Option<&mut ServedExport> {
-        self.by_index.get_mut(index as usize)?.as_deref_mut()
-    }
-
-    /// All of them with their indexes.
-    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut ServedExport)> {
-        let all = self.by_index.iter_mut().zip(0..);
-        all.filter_map(|(export, index)| Some((index, export.as_deref_mut()?)))
-    }
-
     /// All of them.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &ServedExport> {
         self.by_index.iter().flatten().map(|served| &**served)
     }
 
-    /// Counts a member that uses `shared`, whose device is attached to `engine` if it is not yet. Returns
-    /// the index of the export.
+    /// Counts a member that uses `shared`, whose device is attached to `engine` if it is not yet. The
+    /// member keeps the reference until [`ServedExports::remove_member`].
     ///
     /// # Errors
     /// As [`Engine::attach`].
@@ -130,24 +138,23 @@ impl ServedExports {
         &mut self,
         engine: &mut Engine<Q, dyn BlockMap>,
         shared: &Arc<SharedExport>,
-    ) -> Result<u32, Error> {
-        let index = match self.by_id.get(&shared.id) {
-            Some(index) => *index,
+    ) -> Result<Rc<ServedExport>, Error> {
+        let known = self.by_id.get(&shared.id).and_then(|index| self.by_index.get(*index as usize));
+        let served = match known.cloned().flatten() {
+            Some(served) => served,
             None => self.attach(engine, shared)?,
         };
-        if let Some(served) = self.get_mut(index) {
-            served.members += 1;
-            served.stage = Stage::Used;
-            self.used += usize::from(served.members == 1);
-        }
-        Ok(index)
+        served.members.set(served.members.get() + 1);
+        served.stage.set(Stage::Used);
+        self.used += usize::from(served.members.get() == 1);
+        Ok(served)
     }
 
     fn attach<Q: IoQueue>(
         &mut self,
         engine: &mut Engine<Q, dyn BlockMap>,
         shared: &Arc<SharedExport>,
-    ) -> Result<u32, Error> {
+    ) -> Result<Rc<ServedExport>, Error> {
         let export = shared.export();
         let device = engine.attach(export.disk().clone())?;
         shared.on_attached();
@@ -158,35 +165,33 @@ impl ServedExports {
         if !is_pausing {
             throttle.update(&shared.limits);
         }
-        let served = ServedExport {
+        let served = Rc::new(ServedExport {
             mechanisms_before: statistics.mechanisms(),
             shared: shared.clone(),
             export,
             device,
             statistics,
-            throttle,
-            is_pausing,
-            members: 0,
-            in_flight: 0,
-            stage: Stage::Used,
-        };
+            throttle: RefCell::new(throttle),
+            is_pausing: Cell::new(is_pausing),
+            members: Cell::new(0),
+            in_flight: Cell::new(0),
+            stage: Cell::new(Stage::Used),
+        });
         let room = self.by_index.len().max(index as usize + 1);
         self.by_index.resize_with(room, || None);
         if let Some(entry) = self.by_index.get_mut(index as usize) {
-            *entry = Some(Box::new(served));
+            *entry = Some(served.clone());
         }
         self.by_id.insert(shared.id, index);
-        Ok(index)
+        Ok(served)
     }
 
-    /// A member has left.
-    pub(crate) fn remove_member(&mut self, index: u32) {
-        let Some(served) = self.get_mut(index) else { return };
-        served.members -= 1;
-        let (is_idle, is_last) = (served.is_idle(), served.members == 0);
-        self.used -= usize::from(is_last);
-        if is_idle {
-            self.left.push(index);
+    /// A member of `served` has left.
+    pub(crate) fn remove_member(&mut self, served: &ServedExport) {
+        served.members.set(served.members.get() - 1);
+        self.used -= usize::from(served.members.get() == 0);
+        if served.is_idle() {
+            self.left.push(served.index());
         }
     }
 
@@ -194,20 +199,19 @@ impl ServedExports {
     /// exports each may have half as many as there is room for, so that one whose storage does not answer
     /// leaves room for the others.
     #[inline]
-    pub(crate) fn admits(&self, index: u32, room: usize) -> bool {
-        room > 0 && (self.used <= 1 || self.has_share(index, room))
-    }
-
-    fn has_share(&self, index: u32, room: usize) -> bool {
-        let in_flight = self.get(index).map_or(0, |served| served.in_flight as usize);
-        in_flight < (room / ROOM_SHARE).max(1)
+    pub(crate) fn admits(&self, served: Option<&ServedExport>, room: usize) -> bool {
+        let has_share = || {
+            let in_flight = served.map_or(0, |served| served.in_flight() as usize);
+            in_flight < (room / ROOM_SHARE).max(1)
+        };
+        room > 0 && (self.used <= 1 || has_share())
     }
 
     /// A request of the export has completed.
     #[inline]
     pub(crate) fn on_completed(&mut self, index: u32) -> Option<&ServedExport> {
-        let served = self.by_index.get_mut(index as usize)?.as_deref_mut()?;
-        served.in_flight -= 1;
+        let served = self.by_index.get(index as usize)?.as_deref()?;
+        served.in_flight.set(served.in_flight.get() - 1);
         if served.is_idle() {
             self.left.push(index);
         }
@@ -216,10 +220,10 @@ impl ServedExports {
 
     /// The flush of an export that is not used any more has ended, or could not begin.
     pub(crate) fn end_flush(&mut self, index: u32) {
-        let Some(served) = self.get_mut(index) else { return };
+        let Some(served) = self.get(index) else { return };
         // Otherwise a member came meanwhile, whose writes it does not cover.
-        if served.stage == Stage::Flushing {
-            served.stage = Stage::Flushed;
+        if served.stage.get() == Stage::Flushing {
+            served.stage.set(Stage::Flushed);
         }
         self.left.push(index);
     }
@@ -254,29 +258,30 @@ impl ServedExports {
     pub(crate) fn next_unused(&mut self, now: Instant) -> Option<Unused> {
         let idle_time = self.idle_time;
         while let Some(index) = self.left.pop() {
-            let Some(served) = self.get_mut(index).filter(|served| served.is_idle()) else {
+            let Some(served) = self.get(index).filter(|served| served.is_idle()) else {
                 continue;
             };
             // The order of writes before a pause is kept by the server that goes on.
-            if served.is_pausing || served.stage == Stage::Flushed {
+            let stage = served.stage.get();
+            if served.is_pausing.get() || stage == Stage::Flushed {
                 return Some(Unused::Detach(index));
             }
-            let is_due = match served.stage {
+            let is_due = match stage {
                 Stage::Idle(since) => now.saturating_duration_since(since) >= idle_time,
                 _ => false,
             };
             if served.shared.is_removed() || is_due {
                 return Some(served.unused(index));
             }
-            if served.stage == Stage::Used {
-                served.stage = Stage::Idle(now);
+            if stage == Stage::Used {
+                served.stage.set(Stage::Idle(now));
                 self.idle.push_back((now, index));
             }
         }
         while self.idle_time_left(now) == Some(Duration::ZERO) {
             let (since, index) = self.idle.pop_front()?;
-            if let Some(served) = self.get_mut(index)
-                && served.stage == Stage::Idle(since)
+            if let Some(served) = self.get(index)
+                && served.stage.get() == Stage::Idle(since)
             {
                 return Some(served.unused(index));
             }
@@ -295,14 +300,15 @@ impl ServedExports {
         served.publish(engine);
         // It cannot fail: the device is one of this engine.
         let _ = engine.detach(&served.device);
-        let ServedExport { shared, export, device, statistics, .. } = *served;
-        drop((export, device, statistics));
+        let shared = served.shared.clone();
+        debug_assert_eq!(Rc::strong_count(&served), 1, "a member has it");
+        drop(served);
         shared.on_detached();
     }
 }
 
 impl ServedExport {
-    fn unused(&mut self, index: u32) -> Unused {
+    fn unused(&self, index: u32) -> Unused {
         match self.export.disk().is_read_only() {
             true => Unused::Detach(index),
             false => Unused::Flush(index),
@@ -338,20 +344,20 @@ mod tests {
         let mut engine = Engine::new(Null::new().unwrap(), workers, config).unwrap();
         let mut exports = ServedExports::new(Duration::MAX);
         let first = exports.add_member(&mut engine, &shared(0)).unwrap();
-        let admits = |exports: &mut ServedExports, index, in_flight, room| {
-            exports.get_mut(index).unwrap().in_flight = in_flight;
-            let admits = exports.admits(index, room);
-            exports.get_mut(index).unwrap().in_flight = 0;
+        let admits = |exports: &ServedExports, served: &ServedExport, in_flight, room| {
+            served.in_flight.set(in_flight);
+            let admits = exports.admits(Some(served), room);
+            served.in_flight.set(0);
             admits
         };
-        assert!(admits(&mut exports, first, 4095, 1), "alone it may have all");
-        assert!(!admits(&mut exports, first, 4096, 0));
+        assert!(admits(&exports, &first, 4095, 1), "alone it may have all");
+        assert!(!admits(&exports, &first, 4096, 0));
         let second = exports.add_member(&mut engine, &shared(1)).unwrap();
-        assert!(admits(&mut exports, first, 2, 6) && !admits(&mut exports, first, 3, 6));
+        assert!(admits(&exports, &first, 2, 6) && !admits(&exports, &first, 3, 6));
         // What one leaves is enough for a request of each other one.
-        assert!(admits(&mut exports, second, 0, 1) && !admits(&mut exports, second, 1, 1));
-        assert!(!admits(&mut exports, second, 0, 0));
-        exports.remove_member(second);
-        assert!(admits(&mut exports, first, 4095, 1), "it is alone again");
+        assert!(admits(&exports, &second, 0, 1) && !admits(&exports, &second, 1, 1));
+        assert!(!admits(&exports, &second, 0, 0));
+        exports.remove_member(&second);
+        assert!(admits(&exports, &first, 4095, 1), "it is alone again");
     }
 }

@@ -5,90 +5,15 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::fairness::Member;
-use crate::rate_limit::{CurrentLimits, Limiter, SharedLimits, TokenBucket, Tokens};
+use crate::export_throttle::ExportThrottle;
+use crate::member::Member;
+use crate::rate_limit::{TokenBucket, Tokens};
 
 /// The shortest time that a member waits: at a high rate one wakeup is for many tokens. Less than
 /// [`TokenBucket::MIN_REFILL_TIME`], so that no bucket runs over meanwhile.
 const SHORTEST_WAIT: Duration = Duration::from_micros(500);
-
-/// The limits of one export on one thread.
-#[derive(Default)]
-pub(crate) struct ExportThrottle {
-    limits: CurrentLimits,
-    /// There is a limit.
-    is_on: bool,
-    /// The changes of the limits that were seen.
-    changes: u64,
-    /// Members that wait.
-    waiting: u64,
-    /// How many members have waited together: each gets an equal share of what has come meanwhile.
-    contenders: u64,
-    /// The round of releases that `contenders` is of.
-    round: u64,
-}
-
-impl ExportThrottle {
-    /// Takes over changed limits. Returns whether there are some.
-    pub(crate) fn update(&mut self, shared: &SharedLimits) -> bool {
-        let changes = shared.changes();
-        changes != self.changes && self.change(changes, shared.current())
-    }
-
-    /// Has the limits of `shared` again.
-    pub(crate) fn restore(&mut self, shared: &SharedLimits) -> bool {
-        self.change(shared.changes(), shared.current())
-    }
-
-    /// Has no limits from now on, so that the members can leave.
-    pub(crate) fn lift(&mut self) -> bool {
-        self.change(self.changes, CurrentLimits::default())
-    }
-
-    #[cold]
-    fn change(&mut self, changes: u64, limits: CurrentLimits) -> bool {
-        self.is_on = limits.export.is_some() || limits.of_clients.is_some();
-        (self.changes, self.limits) = (changes, limits);
-        true
-    }
-
-    /// Whether there is a limit.
-    #[inline]
-    pub(crate) fn is_on(&self) -> bool {
-        self.is_on
-    }
-
-    /// The limiters that hold for `member`.
-    fn limiters(&self, member: &Member) -> [Option<Arc<Limiter>>; 2] {
-        let of_client = self.limits.of_clients.map(|under| member.client.limiter(under));
-        [self.limits.export.clone(), of_client]
-    }
-
-    /// Takes the tokens of the requests that `member` has submitted.
-    pub(crate) fn charge(&self, member: &mut Member) {
-        let taken = member.quantum.take_debt();
-        if taken != Tokens::NONE {
-            self.limiters(member).into_iter().flatten().for_each(|limiter| limiter.charge(taken));
-        }
-    }
-
-    /// Members that wait.
-    #[cfg(test)]
-    pub(crate) fn waiting(&self) -> u64 {
-        self.waiting
-    }
-
-    /// A member that waited is looked at again, in `round`, or has left.
-    pub(crate) fn on_released(&mut self, round: u64) {
-        if self.round != round {
-            (self.round, self.contenders) = (round, self.waiting);
-        }
-        self.waiting = self.waiting.saturating_sub(1);
-    }
-}
 
 /// The members of a thread that wait, of all exports.
 #[derive(Default)]
@@ -118,7 +43,7 @@ impl Throttle {
         export: &mut ExportThrottle,
         now: Instant,
     ) -> bool {
-        let limiters = export.limiters(member);
+        let limiters = export.limiters(&member.client);
         let waits = limiters.iter().flatten().filter_map(|limiter| limiter.wait_time(now));
         let Some(wait) = waits.max() else {
             let tokens = limiters.iter().flatten().map(|limiter| limiter.tokens());
@@ -128,7 +53,7 @@ impl Throttle {
         if !std::mem::replace(&mut member.is_held, true) {
             let wait = wait.clamp(SHORTEST_WAIT, TokenBucket::MAX_REFILL_TIME);
             export.waiting += 1;
-            self.waiting.push(Reverse((now + wait, number, member.export)));
+            self.waiting.push(Reverse((now + wait, number, member.export())));
         }
         true
     }
@@ -170,8 +95,8 @@ impl Throttle {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fairness::NO_EXPORT;
-    use crate::rate_limit::Limits;
+    use crate::member::NO_EXPORT;
+    use crate::rate_limit::{Limits, SharedLimits};
     use nowait::{ByteRange, Flags, Op, Request};
 
     const READ: Request =
@@ -197,7 +122,7 @@ mod tests {
             for (number, member) in members.iter_mut().enumerate() {
                 if !throttle.holds(number, member, &mut export, now) {
                     member.quantum.count(READ);
-                    export.charge(member);
+                    export.charge(&mut member.quantum, &member.client);
                     counts[number] += 1;
                 }
             }
@@ -260,7 +185,7 @@ mod tests {
                     left[number] -= 1;
                     counts[number] += 1;
                 }
-                export.charge(member);
+                export.charge(&mut member.quantum, &member.client);
             }
         }
         assert_eq!(counts[1], 20_000, "{counts:?}");
@@ -280,7 +205,7 @@ mod tests {
         assert_eq!(throttle.released(), None);
         let mut member = Member::default();
         (0..2).for_each(|_| member.quantum.count(READ));
-        export.charge(&mut member);
+        export.charge(&mut member.quantum, &member.client);
         let now = Instant::now();
         assert!(throttle.holds(3, &mut member, &mut export, now));
         assert!(throttle.holds(3, &mut member, &mut export, now));
@@ -307,7 +232,7 @@ mod tests {
         for (number, member) in members.iter_mut().enumerate() {
             let export = if number < 2 { &mut first } else { &mut second };
             (0..2).for_each(|_| member.quantum.count(READ));
-            export.charge(member);
+            export.charge(&mut member.quantum, &member.client);
             assert!(throttle.holds(number, member, export, Instant::now()));
         }
         throttle.on_change();

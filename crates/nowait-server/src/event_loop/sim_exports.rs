@@ -127,7 +127,7 @@ impl Simulated {
         let LoopContext { exports, engine, .. } = &self.thread.context;
         let mut counts = exports.iter().map(|served| {
             let name = served.export.name().to_owned();
-            (name, served.in_flight as usize, engine.in_flight_of(&served.device))
+            (name, served.in_flight() as usize, engine.in_flight_of(&served.device))
         });
         // The engine counts fragments, too.
         counts.find(|(_, own, engine)| own > engine || (*own == 0) != (*engine == 0))

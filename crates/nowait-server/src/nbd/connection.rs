@@ -14,10 +14,10 @@ use rustix::io::Errno;
 
 use crate::buffer_budget::BufferBudget;
 use crate::export::ExportId;
-use crate::fairness::Member;
 use crate::injected_bug;
 use crate::injected_bug::ServerBug;
 use crate::loop_context::{LoopContext, TOKEN_BITS};
+use crate::member::Member;
 use crate::nbd::handshake::timeout::HANDSHAKE_TIMEOUT;
 use crate::nbd::handshake::{Handshake, TlsState};
 use crate::nbd::reply::send_queue::{SendQueue, SendResult};

@@ -11,11 +11,11 @@ use nowait::{Completion, Error, Interest, IoQueue, Op, Token};
 use slab::Slab;
 
 use crate::export::{ExportId, result};
-use crate::fairness::Member;
 use crate::frontend::Frontend;
 use crate::injected_bug;
 use crate::injected_bug::ServerBug;
 use crate::loop_context::LoopContext;
+use crate::member::Member;
 use crate::nbd::connection::{
     Connection, GENERATIONS, HandoffConnection, LISTENER, MAX_CONNECTIONS, WRITABLE, connection_of,
 };
@@ -295,8 +295,8 @@ impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
     /// Receives from a connection and sends to it.
     fn service(&mut self, context: &mut LoopContext<Q>, member: usize) -> u64 {
         let Some(connection) = self.connections.get_mut(member) else { return 0 };
-        if let Some(served) = context.export_of(&connection.member)
-            && served.is_pausing
+        if let Some(served) = &connection.member.served
+            && served.is_pausing.get()
         {
             let export = served.shared.id;
             return self.pause(context, member, export);
@@ -357,7 +357,7 @@ impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
             let (bytes, errno) = (completion.io.range.len, result(&completion).err());
             connection.on_fragment_done(context, split, &request, bytes, errno.unwrap_or(0));
         } else if connection.session.input != ReadState::Aborted {
-            let Some(served) = context.exports.get(completion.device) else { return };
+            let Some(served) = &connection.member.served else { return };
             let start = served.device.buffer_offset(request.header.offset);
             let completed = CompletedRequest { completion, start, extents: &extents };
             connection.session.reply(&served.export, &request, completed);
@@ -461,7 +461,7 @@ impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
 
     fn change_pause(&mut self, context: &mut LoopContext<Q>, export: u32) {
         for (number, connection) in &mut self.connections {
-            if connection.member.export == export {
+            if connection.member.export() == export {
                 context.schedule(number, &mut connection.member);
             }
         }

@@ -4,10 +4,10 @@
 //! Invariant: a request is taken off the input when it can be submitted or answered, not before.
 //! Each request taken gets exactly one reply.
 
-use nowait::{IoQueue, Op, PooledBuffer, Rejected, Request, injected_panic};
+use nowait::{IoQueue, Op, PooledBuffer, Request, injected_panic};
 use slab::Slab;
 
-use crate::loop_context::{DiskEngine, DiskHandle, LoopContext};
+use crate::loop_context::LoopContext;
 use crate::nbd::command;
 use crate::nbd::command::TransmissionMode;
 use crate::nbd::connection::Connection;
@@ -81,7 +81,7 @@ impl Connection {
         injected_panic::panic_at("event loop");
         let taken = ParseProgress::Bytes(taken);
         let (mode, header) = (transmission.mode, &request.header);
-        let Some(served) = context.export_of(&self.member) else {
+        let Some(served) = &self.member.served else {
             return ParseProgress::NeedMore;
         };
         let io = match command::translate(&served.export, transmission, header) {
@@ -107,7 +107,7 @@ impl Connection {
         }
         request.budget_used = builder::budget_needed(mode, io, request.contexts);
         if !self.has_budget(&mut context.budget, u64::from(request.budget_used))
-            || !context.has_free_slot(&self.member)
+            || !context.has_free_slot(self.member.served())
             || self.member.quantum.holds_back(io.op)
         {
             return ParseProgress::Blocked;
@@ -116,7 +116,7 @@ impl Connection {
             self.submit_no_data(requests, context, request, io);
             return taken;
         }
-        let served = context.export_of(&self.member);
+        let served = self.member.served.as_ref();
         if served.is_some_and(|it| builder::is_hole_reply(&it.export, mode, &request, io)) {
             self.session.reply_hole(mode, &request.header, io.range);
             context.count_hole(FrontendKind::Nbd, &mut self.member, io);
@@ -132,9 +132,7 @@ impl Connection {
         }
         self.member.quantum.read(io.range.len);
         let in_flight = InFlight { request, split: None };
-        self.submit(requests, context, in_flight, io, |engine, device, tag| {
-            engine.submit(device, io, buf, tag)
-        });
+        self.submit(requests, context, in_flight, io, Some(buf));
         taken
     }
 
@@ -149,9 +147,7 @@ impl Connection {
         let held = u64::from(request.budget_used);
         context.budget.charge(&mut self.member.budget_used, held);
         let in_flight = InFlight { request, split: None };
-        self.submit(requests, context, in_flight, io, |engine, device, tag| {
-            engine.submit_no_data(device, io, tag)
-        });
+        self.submit(requests, context, in_flight, io, None);
     }
 
     /// A buffer for the data of `io`, charged to the connection; `None` if memory is short.
@@ -178,7 +174,7 @@ impl Connection {
             return ParseProgress::NeedMore;
         };
         if !self.has_budget(&mut context.budget, io.range.len)
-            || !context.has_free_slot(&self.member)
+            || !context.has_free_slot(self.member.served())
         {
             return ParseProgress::Blocked;
         }
@@ -197,7 +193,7 @@ impl Connection {
         context: &mut LoopContext<Q>,
         count: usize,
     ) -> ParseProgress {
-        if !context.has_free_slot(&self.member) {
+        if !context.has_free_slot(self.member.served()) {
             // The complete payload waits in its buffer until a slot is free.
             return if count > 0 { ParseProgress::Bytes(count) } else { ParseProgress::Blocked };
         }
@@ -205,13 +201,11 @@ impl Connection {
             return ParseProgress::NeedMore;
         };
         let IncomingWrite { request, io, buf, .. } = write;
-        self.submit(requests, context, InFlight { request, split }, io, |engine, device, tag| {
-            engine.submit(device, io, buf, tag)
-        });
+        self.submit(requests, context, InFlight { request, split }, io, Some(buf));
         ParseProgress::Bytes(count)
     }
 
-    /// Submits a request by `submit`, which gets its device and its tag.
+    /// Submits a request with the buffer for its data, if it has some.
     #[inline(always)]
     fn submit<Q: IoQueue>(
         &mut self,
@@ -219,10 +213,17 @@ impl Connection {
         context: &mut LoopContext<Q>,
         in_flight: InFlight,
         io: Request,
-        submit: impl FnOnce(&mut DiskEngine<Q>, &DiskHandle, u64) -> Result<(), Rejected>,
+        buf: Option<PooledBuffer>,
     ) {
         let key = requests.in_flight.insert(in_flight);
-        match context.submit(&self.member, self.number, key as u32, submit) {
+        let (served, number, tag_key) = (self.member.served(), self.number, key as u32);
+        let submitted = match buf {
+            Some(buf) => context.submit_buffer(served, number, tag_key, (io, buf)),
+            None => context.submit(served, number, tag_key, |engine, device, tag| {
+                engine.submit_no_data(device, io, tag)
+            }),
+        };
+        match submitted {
             Ok(()) => {
                 self.session.in_flight += 1;
                 self.member.quantum.count(io);

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use nowait::{Completion, IoQueue, Token};
 use slab::Slab;
 
-use crate::fairness::Member;
 use crate::frontend::Frontend;
 use crate::loop_context::LoopContext;
+use crate::member::Member;
 use crate::statistics::FrontendKind;
 use crate::ublk::ublk_channel::{UblkChannel, UblkStart};
 use crate::ublk::ublk_queue::{GENERATIONS, UblkQueue, queue_and_tag};
@@ -65,9 +65,9 @@ impl<Q: IoQueue> Frontend<Q> for UblkFrontend {
 
     #[inline]
     fn on_event(&mut self, context: &mut LoopContext<Q>, token: Token, outcome: i32) {
-        let (generation, number, tag) = queue_and_tag(token);
+        let (number, first_token, tag) = queue_and_tag(token);
         if let Some(queue) = self.queues.get_mut(number)
-            && queue.generation == generation
+            && queue.first_token == first_token
             && queue.on_command(context, tag, outcome)
         {
             self.end(context, number);

@@ -7,6 +7,7 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
+use std::rc::Rc;
 use std::sync::Arc;
 
 use nowait::{
@@ -14,9 +15,10 @@ use nowait::{
 };
 
 use crate::export::result;
-use crate::fairness::Member;
 use crate::injected_bug::{ServerBug, injected};
-use crate::loop_context::{DiskEngine, DiskHandle, LoopContext, TOKEN_BITS};
+use crate::loop_context::{LoopContext, TOKEN_BITS};
+use crate::member::Member;
+use crate::served_export::ServedExport;
 use crate::statistics::FrontendKind;
 use crate::ublk::request_data::RequestData;
 use crate::ublk::request_descriptors::Descriptors;
@@ -35,15 +37,16 @@ const NAME_BITS: u32 = 32;
 /// Generations after which the numbers begin again.
 pub(super) const GENERATIONS: u64 = 1 << (TOKEN_BITS - NAME_BITS);
 
-/// The token of the commands of a tag of the queue with this `key` and `generation`.
-fn token_of(generation: u64, key: usize, tag: u16) -> Token {
-    generation << NAME_BITS | u64::from(key as u16) << TAG_BITS | Token::from(tag)
+/// The token of the first tag of the queue with this `key` and `generation`; the next ones follow.
+fn first_token(generation: u64, key: usize) -> Token {
+    generation << NAME_BITS | u64::from(key as u16) << TAG_BITS
 }
 
-/// The generation and the key of a queue, and the tag that [`token_of`] was called with.
+/// The key of the queue of `token`, its first token, and the tag.
 #[inline]
-pub(super) fn queue_and_tag(token: Token) -> (u64, usize, u16) {
-    (token >> NAME_BITS, usize::from((token >> TAG_BITS) as u16), token as u16)
+pub(super) fn queue_and_tag(token: Token) -> (usize, Token, u16) {
+    let tag = token as u16;
+    (usize::from((token >> TAG_BITS) as u16), token ^ Token::from(tag), tag)
 }
 
 /// A queue of a device.
@@ -52,12 +55,15 @@ pub(super) struct UblkQueue {
     /// Its number among the queues of the device, and among those of the thread.
     number: u16,
     key: usize,
-    /// Tells this queue from an earlier one with the same key, which may have left commands in the ring.
-    pub(super) generation: u64,
+    /// The token of its first tag. It tells this queue from an earlier one with the same key, which may have
+    /// left commands in the ring.
+    pub(super) first_token: Token,
     on_removed: OnRemoved,
     descriptor: OwnedFd,
     requests: Descriptors,
     pub(super) member: Member,
+    /// The export of the member.
+    served: Rc<ServedExport>,
     data: RequestData,
     /// Tags whose requests are not submitted yet.
     ready: VecDeque<u16>,
@@ -89,8 +95,8 @@ impl UblkQueue {
     ) -> Result<Self, Error> {
         let UblkStart { device, number, used, on_removed, .. } = start;
         let mut member = Member::of(device.client.clone());
-        context.use_export(&mut member, used)?;
-        let parts = Self::parts(context, &device, &member, number);
+        let served = context.use_export(&mut member, used)?;
+        let parts = Self::parts(context, &device, &served, number);
         let (data, descriptor, requests) = match parts {
             Ok(parts) => parts,
             Err(error) => {
@@ -103,11 +109,12 @@ impl UblkQueue {
             device,
             number,
             key,
-            generation,
+            first_token: first_token(generation, key),
             on_removed,
             descriptor,
             requests,
             member,
+            served,
             data,
             ready: VecDeque::with_capacity(depth.into()),
             live_tags: depth,
@@ -134,13 +141,12 @@ impl UblkQueue {
     fn parts<Q: IoQueue>(
         context: &mut LoopContext<Q>,
         device: &UblkDevice,
-        member: &Member,
+        served: &ServedExport,
         number: u16,
     ) -> Result<(RequestData, OwnedFd, Descriptors), Error> {
         let failed = |errno| Error::new(errno, Operation::SetUp);
         let (depth, bytes) = (device.info.depth, device.info.max_io_bytes);
-        let LoopContext { engine, exports, .. } = context;
-        let served = exports.get(member.export).ok_or(failed(libc::ENODEV))?;
+        let engine = &mut context.engine;
         let data = match device.registers_data() {
             true => Some(RequestData::registered(engine, &served.device, depth)),
             false => RequestData::copied(engine, &served.device, depth, bytes),
@@ -161,7 +167,7 @@ impl UblkQueue {
     ) -> Result<(), Error> {
         let (of_entry, address) = self.data.addresses(tag);
         let arguments = io_arguments(self.number, tag, result, address);
-        let token = context.engine_token(token_of(self.generation, self.key, tag));
+        let token = context.engine_token(self.first_token | Token::from(tag));
         // SAFETY: the buffer at the address is in `data`, untouched until the command's result has
         // come; see the invariant above for a queue that ends before.
         unsafe { context.engine.command(self.descriptor.as_fd(), op, of_entry, arguments, token)? };
@@ -182,7 +188,7 @@ impl UblkQueue {
     /// for it.
     fn submit<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>, tag: u16) -> bool {
         let Some(descriptor) = self.requests.get(tag) else { return true };
-        let (io, is_cut) = match translate(context, &self.member, descriptor) {
+        let (io, is_cut) = match translate(&self.served, descriptor) {
             Ok(translated) => translated,
             Err(errno) => {
                 self.answer(context, tag, -errno);
@@ -193,23 +199,24 @@ impl UblkQueue {
         self.member.quantum.count(io);
         let (number, key) = (self.key, u32::from(tag));
         if !matches!(io.op, Op::Read | Op::Write) {
-            let submitted = context.submit(&self.member, number, key, |engine, device, tag| {
-                engine.submit_no_data(device, io, tag)
-            });
+            let submitted =
+                context.submit(Some(&self.served), number, key, |engine, device, tag| {
+                    engine.submit_no_data(device, io, tag)
+                });
             match submitted {
                 Ok(()) => self.in_engine += 1,
                 Err(rejected) => self.answer(context, tag, -errno_of(&rejected)),
             }
             return true;
         }
-        if is_cut || context.buffer_offset(&self.member, io.range.pos) > 0 {
+        if is_cut || self.served.device.buffer_offset(io.range.pos) > 0 {
             return self.submit_copied(context, tag, io);
         }
         if let RequestData::Registered { .. } = self.data {
             if descriptor.op_flags & IO_NEED_REG_BUF == 0
                 && let Some(buffer) = self.data.number(tag)
                 && context
-                    .submit(&self.member, number, key, |engine, device, tag| {
+                    .submit(Some(&self.served), number, key, |engine, device, tag| {
                         engine.submit_registered(device, io, buffer, tag)
                     })
                     .is_ok()
@@ -220,10 +227,7 @@ impl UblkQueue {
             return self.submit_copied(context, tag, io);
         }
         let Some(buffer) = self.data.take_buffer(tag) else { return true };
-        let submitted = context.submit(&self.member, number, key, |engine, device, tag| {
-            engine.submit(device, io, buffer, tag)
-        });
-        match submitted {
+        match context.submit_buffer(Some(&self.served), number, key, (io, buffer)) {
             Ok(()) => {
                 self.in_engine += 1;
                 if injected(ServerBug::CommitBeforeData) && io.op == Op::Read {
@@ -251,17 +255,15 @@ impl UblkQueue {
         io: Request,
     ) -> bool {
         let Some(mut buffer) = context.buffer(&self.member, io.range) else { return false };
-        let start = context.buffer_offset(&self.member, io.range.pos);
+        let start = self.served.device.buffer_offset(io.range.pos);
         let data = &mut buffer[start..start + io.range.len as usize];
         let copied = match io.op {
             Op::Write => self.data.copy_in((self.descriptor.as_fd(), self.number), tag, data),
             _ => Ok(()),
         };
         let submitted = copied.and_then(|()| {
-            let submit = |engine: &mut DiskEngine<Q>, device: &DiskHandle, tag| {
-                engine.submit(device, io, buffer, tag)
-            };
-            let submitted = context.submit(&self.member, self.key, tag.into(), submit);
+            let submitted =
+                context.submit_buffer(Some(&self.served), self.key, tag.into(), (io, buffer));
             submitted.map_err(|rejected| errno_of(&rejected))
         });
         match submitted {
@@ -336,16 +338,16 @@ impl UblkQueue {
 
     /// Submits the requests that have come. Returns the bytes that they move.
     pub(super) fn service<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>) -> u64 {
-        while let Some(&tag) = self.ready.front() {
+        while !self.ready.is_empty() {
             if self.member.quantum.reads_exhausted() || self.member.quantum.is_spent() {
                 context.schedule(self.key, &mut self.member);
                 break;
             }
-            if !context.has_free_slot(&self.member) {
+            if !context.has_free_slot(Some(&self.served)) {
                 self.wait(context);
                 break;
             }
-            self.ready.pop_front();
+            let Some(tag) = self.ready.pop_front() else { break };
             if !self.submit(context, tag) {
                 self.ready.push_front(tag);
                 self.wait(context);
@@ -374,7 +376,7 @@ impl UblkQueue {
         let completed_op = completion.io.op;
         let has_data = matches!(completed_op, Op::Read | Op::Write);
         let answer = if has_data && self.data.is_copied_here(tag) {
-            let start = context.buffer_offset(&self.member, completion.io.range.pos);
+            let start = self.served.device.buffer_offset(completion.io.range.pos);
             self.finish_data(tag, start, &completion)
         } else {
             // The driver expects the bytes of a transfer, which its longest request bounds.
@@ -435,12 +437,8 @@ impl UblkQueue {
 
 /// The engine's request for a descriptor, and whether it is shorter because the image ends in its last sector; or the errno
 /// that refuses it.
-#[inline]
-fn translate<Q: IoQueue>(
-    context: &LoopContext<Q>,
-    member: &Member,
-    descriptor: Descriptor,
-) -> Result<(Request, bool), i32> {
+#[inline(always)]
+fn translate(served: &ServedExport, descriptor: Descriptor) -> Result<(Request, bool), i32> {
     let Descriptor { op_flags, sectors, start_sector } = descriptor;
     let op = match op_flags as u8 {
         OP_READ => Op::Read,
@@ -461,7 +459,6 @@ fn translate<Q: IoQueue>(
         return Ok((Request { op, flags: Flags::NONE, range: ByteRange::new(0, 0) }, false));
     }
     let (pos, len) = (start_sector << 9, u64::from(sectors) << 9);
-    let served = context.export_of(member).ok_or(libc::ENODEV)?;
     let range = served.export.range_of_sectors(op, pos, len);
     let range = range.inspect_err(|e| served.statistics.count_error(FrontendKind::Ublk, op, *e))?;
     Ok((Request { op, flags, range }, range.len < len))

@@ -12,9 +12,9 @@ use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BL
 use vm_memory::GuestAddress;
 
 use crate::export::SECTOR_BYTES;
-use crate::fairness::Member;
 use crate::injected_bug::{ServerBug, injected};
 use crate::loop_context::LoopContext;
+use crate::member::Member;
 use crate::statistics::FrontendKind;
 use crate::vhost_user::block_request::{
     BlockRequest, Kind, Malformed, RequestReader, SectorRange, status_of,
@@ -115,7 +115,7 @@ impl DeviceQueue {
             context.schedule(number, &mut self.member);
             return Ok(Step::Pause);
         }
-        if !context.has_free_slot(&self.member) {
+        if !context.has_free_slot(self.member.served()) {
             return Ok(self.wait(number, context));
         }
         let taken = match self.phase {
@@ -230,7 +230,7 @@ impl DeviceQueue {
             }
             Kind::Unknown => return ended(VIRTIO_BLK_S_UNSUPP),
         };
-        let Some(range) = self.range(context, op, sector, len) else {
+        let Some(range) = self.range(op, sector, len) else {
             return ended(VIRTIO_BLK_S_IOERR);
         };
         if has_data && range.len < request.len {
@@ -241,18 +241,12 @@ impl DeviceQueue {
 
     /// The range of a request, if it is valid. One that the export refuses is counted.
     #[inline]
-    fn range<Q: IoQueue>(
-        &self,
-        context: &LoopContext<Q>,
-        op: Op,
-        sector: u64,
-        len: u64,
-    ) -> Option<ByteRange> {
+    fn range(&self, op: Op, sector: u64, len: u64) -> Option<ByteRange> {
         if op == Op::Flush {
             return Some(ByteRange::new(0, 0));
         }
         let pos = sector.checked_mul(SECTOR_BYTES).filter(|_| len.is_multiple_of(SECTOR_BYTES))?;
-        let served = context.export_of(&self.member)?;
+        let served = self.member.served.as_ref()?;
         let is_whole = served.export.is_whole_blocks(ByteRange::new(pos, len));
         let range = served.export.range_of_sectors(op, pos, len);
         let range = if is_whole { range } else { range.and(Err(libc::EINVAL)) };
@@ -367,13 +361,11 @@ impl DeviceQueue {
                 let data = buf.get_mut(start..).unwrap_or_default();
                 let data = data.get_mut(..io.range.len as usize).unwrap_or_default();
                 reader.copy_data(memory, data)?;
-                context.submit(&self.member, number, key, |engine, device, tag| {
-                    engine.submit(device, io, buf, tag)
-                })
+                context.submit_buffer(self.member.served(), number, key, (io, buf))
             }
             Op::Read | Op::Write => {
                 let segments = reader.segments(memory)?;
-                context.submit(&self.member, number, key, |engine, device, tag| {
+                context.submit(self.member.served(), number, key, |engine, device, tag| {
                     // SAFETY: the segments are in regions that stay mapped while this queue has
                     // requests in flight; if the queue goes before them, its memory is leaked. The
                     // guest may access them meanwhile. The engine only moves their bytes, and decides
@@ -381,7 +373,7 @@ impl DeviceQueue {
                     unsafe { engine.submit_user_memory(device, io, segments, tag) }
                 })
             }
-            _ => context.submit(&self.member, number, key, |engine, device, tag| {
+            _ => context.submit(self.member.served(), number, key, |engine, device, tag| {
                 engine.submit_no_data(device, io, tag)
             }),
         };

@@ -11,10 +11,10 @@ use nowait::{Completion, Interest, IoQueue, Token};
 use slab::Slab;
 
 use crate::export::result;
-use crate::fairness::Member;
 use crate::frontend::Frontend;
 use crate::injected_bug::{ServerBug, injected};
 use crate::loop_context::LoopContext;
+use crate::member::Member;
 use crate::shared_export::ExportUse;
 use crate::statistics::FrontendKind;
 use crate::vhost_user::block_request::{RequestReader, status_of};

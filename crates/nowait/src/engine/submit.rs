@@ -28,7 +28,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     ///
     /// # Errors
     /// [`Rejected`], with the buffer.
-    #[inline]
+    #[inline(always)]
     pub fn submit(
         &mut self,
         device: &DeviceHandle<M>,

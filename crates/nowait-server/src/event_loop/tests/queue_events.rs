@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use crate::event_loop::tests::*;
-use crate::fairness::RunQueues;
+use crate::member::RunQueues;
 use crate::nbd::connection::{GENERATIONS, LISTENER, MAX_CONNECTIONS, WRITABLE, connection_of};
 use crate::nbd::handshake::timeout::HandshakeDeadlines;
 use crate::nbd::stalled_connections::{MIN_BYTES, PERIOD};

@@ -8,9 +8,9 @@ use std::process::Command;
 
 use crate::event_loop::tests::*;
 
-/// Instructions of one request at depth 1, and of one of 64 that arrive together, at most. Without
-/// link-time optimisation.
-const LIMITS: [(usize, u64); 2] = [(1, 3300), (64, 1420)];
+/// Instructions of one request at depth 1, and of one of 64 that arrive together, at most. With
+/// the profile `dist`.
+const LIMITS: [(usize, u64); 2] = [(1, 3110), (64, 1355)];
 /// The numbers of requests of the two runs.
 const FEW: usize = 6_400;
 const MANY: usize = 70_400;
@@ -78,7 +78,7 @@ pub(super) fn check_cost(test: &str, limits: [(usize, u64); 2]) {
 }
 
 #[test]
-#[ignore = "needs valgrind and a release build: cargo test --release -p nowait-server --lib"]
+#[ignore = "needs valgrind and optimisation: cargo test --profile dist -p nowait-server --lib"]
 fn a_read_costs_no_more_instructions_than_the_limit() {
     match wanted() {
         Some((depth, count)) => serve(depth, count),

@@ -14,9 +14,9 @@ use rustix::event::{EventfdFlags, eventfd};
 use slab::Slab;
 
 use crate::event_loop::tests::*;
-use crate::fairness::Member;
 use crate::frontends::Frontends;
 use crate::loop_context::KIND_BITS;
+use crate::member::Member;
 use crate::statistics::FrontendKind;
 
 const QUANTUM: usize = 256 << 10;
@@ -93,7 +93,7 @@ impl<Q: IoQueue> Frontend<Q> for RingFrontend {
                 context.schedule(member, &mut queue.member);
                 break;
             }
-            if !context.has_free_slot(&queue.member) {
+            if !context.has_free_slot(queue.member.served()) {
                 if queue.in_flight == 0 {
                     context.block(member);
                 }
@@ -103,14 +103,13 @@ impl<Q: IoQueue> Frontend<Q> for RingFrontend {
             let RingRequest { id, pos, places } = ring.available.pop_front().unwrap();
             let len = places.iter().map(|(_, len)| *len as u64).sum();
             assert!(places.iter().all(|(at, len)| at + len <= MEMORY) || len > SIZE);
-            let range =
-                match context.export_of(&queue.member).unwrap().export.range(Op::Read, pos, len) {
-                    Ok(range) => range,
-                    Err(errno) => {
-                        queue.done.push((id, errno));
-                        continue;
-                    }
-                };
+            let range = match queue.member.served().unwrap().export.range(Op::Read, pos, len) {
+                Ok(range) => range,
+                Err(errno) => {
+                    queue.done.push((id, errno));
+                    continue;
+                }
+            };
             let io = Request { op: Op::Read, flags: Flags::ALL_OR_ERROR, range };
             let segment = |&(at, len): &(usize, usize)| IoSegment {
                 base: ring.memory.as_mut_ptr().cast::<u8>().wrapping_add(at),
@@ -118,11 +117,12 @@ impl<Q: IoQueue> Frontend<Q> for RingFrontend {
             };
             let segments: Vec<_> = places.iter().map(segment).collect();
             let key = self.in_flight.insert(id) as u32;
-            let submitted = context.submit(&queue.member, member, key, |engine, device, tag| {
-                // SAFETY: each place is inside the memory, which lives as long as the frontend: the
-                // event loop drops its engine before. The other side reads it only after completion.
-                unsafe { engine.submit_user_memory(device, io, &segments, tag) }
-            });
+            let submitted =
+                context.submit(queue.member.served(), member, key, |engine, device, tag| {
+                    // SAFETY: each place is inside the memory, which lives as long as the frontend: the
+                    // event loop drops its engine before. The other side reads it only after completion.
+                    unsafe { engine.submit_user_memory(device, io, &segments, tag) }
+                });
             assert!(submitted.is_ok());
             queue.member.quantum.read(len);
             queue.in_flight += 1;

@@ -87,8 +87,8 @@ fn a_connection_that_is_closed_while_its_limit_holds_it_is_not_counted_as_waitin
         bench.iterate();
     }
     let waiting = |bench: &mut Bench| {
-        let (_, served) = bench.thread.context.exports.iter_mut().next().unwrap();
-        served.throttle.waiting()
+        let served = bench.thread.context.exports.iter().next().unwrap();
+        served.throttle.borrow().waiting
     };
     assert_eq!(waiting(&mut bench), 1);
     bench.close(0);

@@ -39,8 +39,8 @@ const WRITABLE: u16 = 2;
 const INDIRECT: u16 = 4;
 
 /// Instructions of one read at depth 1, and of one of 64 that are made together, at most; the
-/// driver's are among them. Without link-time optimisation.
-const LIMITS: [(usize, u64); 2] = [(1, 4500), (64, 2000)];
+/// driver's are among them. With the profile `dist`.
+const LIMITS: [(usize, u64); 2] = [(1, 4230), (64, 2000)];
 
 /// An event loop with a queue, and its driver.
 struct Machine<Q: IoQueue = Null> {
@@ -312,7 +312,7 @@ fn serve(depth: usize, count: usize) {
 }
 
 #[test]
-#[ignore = "needs valgrind and a release build: cargo test --release -p nowait-server --lib"]
+#[ignore = "needs valgrind and optimisation: cargo test --profile dist -p nowait-server --lib"]
 fn a_read_of_a_guest_costs_no_more_instructions_than_the_limit() {
     match wanted() {
         Some((depth, count)) => serve(depth, count),
