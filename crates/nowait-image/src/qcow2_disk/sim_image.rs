@@ -5,7 +5,7 @@
 
 use crate::chain::Chain;
 use crate::error::ImageError;
-use crate::formats::driver::{CreateTerms, Preallocation};
+use crate::formats::driver::{CreateTerms, Features, Preallocation};
 use crate::formats::layer::BackingName;
 use crate::formats::qcow2::empty_image;
 use crate::image_file::ImageFile;
@@ -59,6 +59,7 @@ pub fn new_simulated(
         has_backing: backing.is_some(),
         cluster_bytes: Some(1 << cluster_bits),
         preallocation: Preallocation::Off,
+        features: Features::default(),
     };
     empty_image::write(&file, size, backing, terms).map_err(refused)?.map_err(failed)?;
     let mut bytes = vec![0; file.size().map_err(failed)? as usize];
