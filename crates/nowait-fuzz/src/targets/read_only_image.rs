@@ -24,7 +24,7 @@ pub(crate) fn check(path: &Path, format: Format) -> Result<(), String> {
     };
     let before = state()?;
     let file = ImageFile::open(path, false).map_err(|error| error.to_string())?;
-    let info = format.info(&file, path);
+    let info = format.info(&file, path, None);
     let options = ChainOptions {
         format: Some(format),
         locking: Locking::Unlocked,

@@ -46,7 +46,7 @@ fn ours(images: &Images, snapshot: &str) -> [Vec<u8>; 2] {
     })
     .unwrap();
     assert_eq!(mapped, reader.size());
-    let options = ServeOptions { writable: false, direct: Direct::Off, hint: true };
+    let options = ServeOptions { writable: false, direct: Direct::Off, cache_holes: true };
     let (disk, _open) = qcow2_disk::open(open(), options).unwrap();
     let file = BlockingFile::new(Arc::new(disk));
     let mut served = vec![0; file.size() as usize];

@@ -21,7 +21,7 @@ fn read_both_ways(images: &Images) -> [Result<Vec<u8>, String>; 2] {
     let chain = open();
     let reader = ChainReader::new(chain.layers()).unwrap();
     let offline = reader.read_at(0, &mut bytes).map(|()| bytes.clone());
-    let options = ServeOptions { writable: false, direct: Direct::Off, hint: true };
+    let options = ServeOptions { writable: false, direct: Direct::Off, cache_holes: true };
     let (disk, _open) = qcow2_disk::open(open(), options).unwrap();
     let file = BlockingFile::new(Arc::new(disk));
     let served = file.read_at(&mut bytes, 0).map(|_| bytes.clone());
