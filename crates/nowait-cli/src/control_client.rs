@@ -5,12 +5,14 @@
 use std::net::ToSocketAddrs;
 use std::path::{Path, PathBuf};
 
-use nowait_control::{Client, Proof, Token};
+use nowait_control::{Client, ClientError, Proof, Token};
 use nowait_daemon::error::{CliError, os_message, plain};
 use nowait_nbd::Address;
 use nowait_nbd::client::{CipherSuites, Credentials};
+use serde::Serialize;
 
 use crate::args::control_args::ServerArgs;
+use crate::output;
 use nowait_daemon::control::control_socket;
 use nowait_daemon::control::token_file;
 
@@ -91,4 +93,38 @@ fn token(args: &ServerArgs, port: u16) -> Result<Token, CliError> {
             "there is no token for port {port} (give --control-token FILE, or set {TOKEN})"
         ))),
     }
+}
+
+/// Prints the answer of the server of `args`: as JSON, or in `words`.
+pub(crate) fn ask<T: Serialize>(
+    args: &ServerArgs,
+    request: impl FnOnce(&Client) -> Result<T, ClientError>,
+    words: impl FnOnce(&T) -> String,
+) -> Result<(), CliError> {
+    let client = the_client(args)?;
+    let answer = request(&client).map_err(|error| failed(client.place(), &error))?;
+    if args.json { print_json(&answer) } else { output::print(words(&answer)) }
+}
+
+/// Has the server of `args` do something.
+pub(crate) fn tell(
+    args: &ServerArgs,
+    request: impl FnOnce(&Client) -> Result<(), ClientError>,
+) -> Result<(), CliError> {
+    let client = the_client(args)?;
+    request(&client).map_err(|error| failed(client.place(), &error))
+}
+
+/// The failure of a request to the server at `socket`, for the user.
+pub(crate) fn failed(socket: &Path, error: &ClientError) -> CliError {
+    match error {
+        ClientError::Refused(why) => CliError::new(plain(why)),
+        _ => CliError::at(socket, plain(&error.to_string())),
+    }
+}
+
+/// Prints `value` as a line of JSON.
+pub(crate) fn print_json(value: &impl Serialize) -> Result<(), CliError> {
+    let text = serde_json::to_string(value).map_err(|error| CliError::new(error.to_string()))?;
+    output::print(text + "\n")
 }

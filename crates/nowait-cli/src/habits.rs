@@ -23,7 +23,7 @@ pub(crate) const OPTIONS: &[(&str, &[&str], &str)] = &[
     ),
     ("serve", &["-l", "--load-snapshot"], "snapshots inside an image are not served"),
     ("serve", &["-P", "--partition", "-o", "--offset"], "a disk is served whole"),
-    ("serve", &["-B", "--bitmap"], "dirty bitmaps are not known"),
+    ("serve", &["-B"], "the bitmaps of an image are not known; --bitmap adds a new one"),
     (
         "serve",
         &["--discard", "--detect-zeroes"],

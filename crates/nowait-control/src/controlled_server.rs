@@ -8,6 +8,7 @@ use crate::api::{
     AddExport, ConnectionInfo, ExportInfo, PatchExport, ServerInfo, SnapshotReport,
     SnapshotRequest, UpgradeReport, UpgradeRequest,
 };
+use crate::bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
 
 /// A server that can be asked and changed. Methods may be called by several threads at once.
 pub trait ControlledServer: Send + Sync + 'static {
@@ -60,6 +61,52 @@ pub trait ControlledServer: Send + Sync + 'static {
     /// # Errors
     /// There is no such export, or it is not possible: then it goes on as it was, without an overlay.
     fn snapshot(&self, id: u64, snapshot: SnapshotRequest) -> Result<SnapshotReport, ControlError>;
+
+    /// The dirty bitmaps of export `id`, in the order of their addition.
+    ///
+    /// # Errors
+    /// There is no such export.
+    fn bitmaps(&self, id: u64) -> Result<Vec<BitmapInfo>, ControlError>;
+
+    /// Adds a bitmap to export `id`.
+    ///
+    /// # Errors
+    /// There is no such export, or the bitmap cannot be.
+    fn add_bitmap(&self, id: u64, bitmap: AddBitmap) -> Result<BitmapInfo, ControlError>;
+
+    /// Removes bitmap `name` of export `id`.
+    ///
+    /// # Errors
+    /// There is no such export or bitmap.
+    fn remove_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError>;
+
+    /// Marks all of bitmap `name` of export `id` as clean.
+    ///
+    /// # Errors
+    /// There is no such export or bitmap.
+    fn clear_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError>;
+
+    /// Changes bitmap `name` of export `id`.
+    ///
+    /// # Errors
+    /// There is no such export or bitmap.
+    fn change_bitmap(
+        &self,
+        id: u64,
+        name: &str,
+        change: PatchBitmap,
+    ) -> Result<BitmapInfo, ControlError>;
+
+    /// Merges bitmaps of export `id` into its bitmap `name`.
+    ///
+    /// # Errors
+    /// There is no such export, or not all of the bitmaps: then nothing was merged.
+    fn merge_bitmaps(
+        &self,
+        id: u64,
+        name: &str,
+        merge: MergeBitmaps,
+    ) -> Result<BitmapInfo, ControlError>;
 
     /// Closes a connection.
     ///

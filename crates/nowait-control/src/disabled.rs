@@ -15,6 +15,7 @@ use crate::api::{
     AddExport, ConnectionInfo, ExportInfo, PatchExport, ServerInfo, SnapshotReport,
     SnapshotRequest, UpgradeReport, UpgradeRequest,
 };
+use crate::bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
 use crate::client_error::ClientError;
 use crate::controlled_server::ControlledServer;
 
@@ -166,6 +167,64 @@ impl Client {
         _: &str,
         _: &SnapshotRequest,
     ) -> Result<SnapshotReport, ClientError> {
+        match self.0 {}
+    }
+
+    /// The dirty bitmaps of an export.
+    ///
+    /// # Errors
+    /// Never, as [`Client::server`].
+    pub const fn bitmaps(&self, _: &str) -> Result<Vec<BitmapInfo>, ClientError> {
+        match self.0 {}
+    }
+
+    /// Adds a bitmap.
+    ///
+    /// # Errors
+    /// Never, as [`Client::server`].
+    pub const fn add_bitmap(&self, _: &str, _: &AddBitmap) -> Result<BitmapInfo, ClientError> {
+        match self.0 {}
+    }
+
+    /// Removes a bitmap.
+    ///
+    /// # Errors
+    /// Never, as [`Client::server`].
+    pub const fn remove_bitmap(&self, _: &str, _: &str) -> Result<(), ClientError> {
+        match self.0 {}
+    }
+
+    /// Clears a bitmap.
+    ///
+    /// # Errors
+    /// Never, as [`Client::server`].
+    pub const fn clear_bitmap(&self, _: &str, _: &str) -> Result<(), ClientError> {
+        match self.0 {}
+    }
+
+    /// Changes a bitmap.
+    ///
+    /// # Errors
+    /// Never, as [`Client::server`].
+    pub const fn change_bitmap(
+        &self,
+        _: &str,
+        _: &str,
+        _: &PatchBitmap,
+    ) -> Result<BitmapInfo, ClientError> {
+        match self.0 {}
+    }
+
+    /// Merges bitmaps.
+    ///
+    /// # Errors
+    /// Never, as [`Client::server`].
+    pub const fn merge_bitmaps(
+        &self,
+        _: &str,
+        _: &str,
+        _: &MergeBitmaps,
+    ) -> Result<BitmapInfo, ClientError> {
         match self.0 {}
     }
 

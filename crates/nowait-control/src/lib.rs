@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 mod api;
+mod bitmap_api;
 mod load;
 mod controlled_server;
 mod client_error;
@@ -25,6 +26,7 @@ pub use api::{
     PastErrors, PatchExport, RemovedExport, SeriesInfo, ServerInfo, SnapshotReport,
     SnapshotRequest, Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
 };
+pub use bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
 pub use client_error::ClientError;
 pub use controlled_server::{ControlError, ControlledServer};
 #[cfg(feature = "fuzz")]

@@ -7,11 +7,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use nowait_control::{
-    AddExport, AddFrontend, BucketInfo, BucketLimit, Client, ClientError, ConnectionInfo,
-    ControlError, ControlledServer, ErrnoInfo, ExportHistory, ExportInfo, FrontendInfo,
-    HistoryInfo, HttpListener, HttpServer, LatencyInfo, LimitsInfo, NbdServerInfo, OperationInfo,
-    PastErrors, PatchExport, RemovedExport, SeriesInfo, ServerInfo, SnapshotReport,
-    SnapshotRequest, Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
+    AddBitmap, AddExport, AddFrontend, BitmapInfo, BucketInfo, BucketLimit, Client, ClientError,
+    ConnectionInfo, ControlError, ControlledServer, ErrnoInfo, ExportHistory, ExportInfo,
+    FrontendInfo, HistoryInfo, HttpListener, HttpServer, LatencyInfo, LimitsInfo, MergeBitmaps,
+    NbdServerInfo, OperationInfo, PastErrors, PatchBitmap, PatchExport, RemovedExport, SeriesInfo,
+    ServerInfo, SnapshotReport, SnapshotRequest, Statistics, StoreInfo, UpgradeReport,
+    UpgradeRequest,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -79,6 +80,46 @@ impl ControlledServer for Noting {
         Ok(SnapshotReport::default())
     }
 
+    fn bitmaps(&self, id: u64) -> Result<Vec<BitmapInfo>, ControlError> {
+        self.note(format!("bitmaps {id}"));
+        Ok(Default::default())
+    }
+
+    fn add_bitmap(&self, id: u64, bitmap: AddBitmap) -> Result<BitmapInfo, ControlError> {
+        self.note(format!("add_bitmap {id} {}", bitmap.name));
+        Ok(Default::default())
+    }
+
+    fn remove_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError> {
+        self.note(format!("remove_bitmap {id} {name}"));
+        Ok(())
+    }
+
+    fn clear_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError> {
+        self.note(format!("clear_bitmap {id} {name}"));
+        Ok(())
+    }
+
+    fn change_bitmap(
+        &self,
+        id: u64,
+        name: &str,
+        change: PatchBitmap,
+    ) -> Result<BitmapInfo, ControlError> {
+        self.note(format!("change_bitmap {id} {name} {:?}", change.enabled));
+        Ok(Default::default())
+    }
+
+    fn merge_bitmaps(
+        &self,
+        id: u64,
+        name: &str,
+        merge: MergeBitmaps,
+    ) -> Result<BitmapInfo, ControlError> {
+        self.note(format!("merge_bitmaps {id} {name} {:?}", merge.sources));
+        Ok(Default::default())
+    }
+
     fn disconnect(&self, id: u64) -> Result<(), ControlError> {
         self.note(format!("disconnect {id}"));
         Ok(())
@@ -128,7 +169,8 @@ fn each_path_of_the_document_has_exactly_its_methods() {
     let running = run();
     let document = document();
     for (path, methods) in document["paths"].as_object().unwrap() {
-        let path = path.replace("{name}", "a%2Fb%20c").replace("{id}", "1");
+        let path =
+            path.replace("{name}", "a%2Fb%20c").replace("{id}", "1").replace("{bitmap}", "x");
         for method in ["get", "post", "put", "patch", "delete"] {
             let status = status_of(&running.socket, &method.to_uppercase(), &path);
             let is_there = methods.get(method).is_some();
@@ -139,12 +181,24 @@ fn each_path_of_the_document_has_exactly_its_methods() {
     assert_eq!(status_of(&running.socket, "GET", "/v1/nothing"), 404);
 }
 
+fn fields(value: &impl Serialize) -> BTreeSet<String> {
+    let value = serde_json::to_value(value).unwrap();
+    value.as_object().unwrap().keys().cloned().collect()
+}
+
+/// The schemas of dirty bitmaps and their fields.
+fn bitmap_schemas() -> [(&'static str, BTreeSet<String>); 4] {
+    let add = AddBitmap { granularity_bytes: Some(1), enabled: Some(true), ..AddBitmap::default() };
+    [
+        ("Bitmap", fields(&BitmapInfo::default())),
+        ("AddBitmap", fields(&add)),
+        ("PatchBitmap", fields(&PatchBitmap { enabled: Some(true) })),
+        ("MergeBitmaps", fields(&MergeBitmaps::default())),
+    ]
+}
+
 #[test]
 fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
-    fn fields(value: &impl Serialize) -> BTreeSet<String> {
-        let value = serde_json::to_value(value).unwrap();
-        value.as_object().unwrap().keys().cloned().collect()
-    }
     let connection = ConnectionInfo { export: Some(String::new()), ..ConnectionInfo::default() };
     let text = Some(String::new());
     let socket = AddFrontend::VhostUser(String::new());
@@ -200,7 +254,10 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
         ("PatchExport", fields(&patch)),
         ("SnapshotRequest", fields(&SnapshotRequest::default())),
         ("SnapshotReport", fields(&SnapshotReport::default())),
-    ] {
+    ]
+    .into_iter()
+    .chain(bitmap_schemas())
+    {
         let known = document["components"]["schemas"][schema]["properties"].as_object().unwrap();
         assert_eq!(known.keys().cloned().collect::<BTreeSet<_>>(), fields, "{schema}");
     }
@@ -216,6 +273,12 @@ fn the_client_asks_for_what_its_methods_say() {
     client.remove(&name, false).unwrap();
     client.remove("@3", true).unwrap();
     client.disconnect(9).unwrap();
+    client.bitmaps(&name).unwrap();
+    client.add_bitmap(&name, &AddBitmap { name: "x".into(), ..AddBitmap::default() }).unwrap();
+    client.change_bitmap(&name, "x/y", &PatchBitmap { enabled: Some(false) }).unwrap();
+    client.merge_bitmaps(&name, "x", &MergeBitmaps { sources: vec!["y".into()] }).unwrap();
+    client.clear_bitmap(&name, "ä %").unwrap();
+    client.remove_bitmap("@3", "x").unwrap();
     let add = AddExport { name: "x".into(), path: "/y".into(), ..AddExport::default() };
     client.add(&add).unwrap();
     let patch = PatchExport { size_bytes: Some(5), ..PatchExport::default() };
@@ -230,6 +293,12 @@ fn the_client_asks_for_what_its_methods_say() {
         "remove 3 false",
         "remove 3 true",
         "disconnect 9",
+        "bitmaps 3",
+        "add_bitmap 3 x",
+        "change_bitmap 3 x/y Some(false)",
+        "merge_bitmaps 3 x [\"y\"]",
+        "clear_bitmap 3 ä %",
+        "remove_bitmap 3 x",
         "add x /y",
         "change 3 Some(5)",
     ];

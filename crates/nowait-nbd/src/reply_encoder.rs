@@ -86,9 +86,17 @@ impl ReplyEncoder {
     #[inline]
     #[must_use]
     pub fn error(self, error: u32) -> EncodedHeader {
+        self.error_at(ChunkPosition::Last, error)
+    }
+
+    /// A chunk that says that a part of the reply is missing, with an empty message: the request has failed, whatever
+    /// other chunks say. `error` is an error value, not 0.
+    #[inline]
+    #[must_use]
+    pub fn error_at(self, place: ChunkPosition, error: u32) -> EncodedHeader {
         debug_assert_ne!(error, 0);
         let message_len = 0u16;
-        self.chunk(ChunkPosition::Last, REPLY_TYPE_ERROR, 6)
+        self.chunk(place, REPLY_TYPE_ERROR, 6)
             .with(error.to_be_bytes())
             .with(message_len.to_be_bytes())
     }

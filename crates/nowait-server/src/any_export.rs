@@ -6,6 +6,8 @@ use std::sync::Arc;
 
 use nowait_image::Image;
 
+use crate::dirty_bitmaps::DirtyBitmaps;
+use crate::dirty_bitmaps::bitmap_spec::{BitmapError, BitmapSpec};
 use crate::export::Export;
 use crate::net::listener::Listener;
 use crate::server_options::ExportOptions;
@@ -19,13 +21,15 @@ pub struct AnyExport {
     pub(crate) vhost_user: Vec<DeviceSocket>,
     /// The local block device that it is.
     pub(crate) ublk: Option<Arc<UblkDevice>>,
+    pub(crate) bitmaps: DirtyBitmaps,
 }
 
 impl AnyExport {
     /// Clients see the name and the description of `export`.
     #[must_use]
     pub fn new(export: Export) -> Self {
-        Self { export: Arc::new(export), vhost_user: Vec::new(), ublk: None }
+        let (export, bitmaps) = (Arc::new(export), DirtyBitmaps::default());
+        Self { export, vhost_user: Vec::new(), ublk: None, bitmaps }
     }
 
     /// The export of an open image, which has to stay open until the server has stopped.
@@ -61,6 +65,16 @@ impl AnyExport {
     pub fn at_listening_vmm(mut self, path: PathBuf) -> Self {
         self.vhost_user.push(DeviceSocket::ConnectsTo(path));
         self
+    }
+
+    /// The same with a dirty bitmap, in which all changes are from the first on.
+    ///
+    /// # Errors
+    /// As [`crate::Exports::add_bitmap`].
+    pub fn with_bitmap(self, spec: &BitmapSpec) -> Result<Self, BitmapError> {
+        let (size, block) = (self.export.disk().size(), self.export.smallest_block());
+        self.bitmaps.add(spec, size, block)?;
+        Ok(self)
     }
 
     /// This export as the local block device `device`, too, whose queues the threads of the server serve.

@@ -133,6 +133,7 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         let LoopContext { exports, throttle, .. } = &mut self.context;
         let (mut changed, mut has_new_limits) = (Vec::new(), false);
         for served in exports.iter() {
+            served.review_bitmaps();
             let is_paused = served.shared.is_paused();
             let has_changed = served.is_pausing.replace(is_paused) != is_paused;
             if has_changed {
@@ -500,7 +501,7 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         let (tag, io) = (completion.tag, completion.io);
         let LoopContext { exports, slow, sampler, .. } = &mut self.context;
         let slow_for = slow.end(tag);
-        let Some(served) = exports.on_completed(completion.device) else { return };
+        let Some(served) = exports.on_completed(completion.device, io) else { return };
         if let Some(time) = slow_for {
             served.export.note_slow(io, time);
         }

@@ -3,6 +3,8 @@
 //! Invariant: nothing here waits for a serving thread for long, but [`Exports::remove`] with its
 //! timeout.
 
+mod export_bitmaps;
+
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

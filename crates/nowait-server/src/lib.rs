@@ -15,6 +15,7 @@ mod slow_requests;
 mod rate_limit;
 mod statistics;
 mod block_size;
+mod dirty_bitmaps;
 mod export;
 mod shared_export;
 mod bulk_queues;
@@ -46,6 +47,7 @@ mod server;
 
 pub use any_export::AnyExport;
 pub use block_size::BlockSize;
+pub use dirty_bitmaps::bitmap_spec::{BitmapError, BitmapSpec, BitmapStatus, RestoreError};
 pub use export::{Export, ExportId};
 pub use exports::{ExportChanges, ExportStatus, Exports};
 pub use latency::Latencies;

@@ -41,8 +41,8 @@ pub(crate) struct Waiting {
 impl RegisteredExport {
     /// The export, and the sockets that it comes with.
     pub(crate) fn new(id: ExportId, export: AnyExport) -> (Self, Vec<DeviceSocket>) {
-        let AnyExport { export, vhost_user, ublk } = export;
-        let shared = Arc::new(SharedExport::new(id, export));
+        let AnyExport { export, vhost_user, ublk, bitmaps } = export;
+        let shared = Arc::new(SharedExport::new(id, export, bitmaps));
         let (controls, waiting) = Default::default();
         (Self { shared, controls, ublk, waiting }, vhost_user)
     }

@@ -10,8 +10,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nowait::{BlockMap, DeviceHandle, Engine, Error, IoQueue};
+use nowait::{BlockMap, DeviceHandle, Engine, Error, IoQueue, Request};
 
+use crate::dirty_bitmaps::EnabledBitmaps;
 use crate::export::{Export, ExportId};
 use crate::export_throttle::ExportThrottle;
 use crate::injected_bug::{ServerBug, injected};
@@ -43,6 +44,7 @@ pub(crate) struct ServedExport {
     /// The counters that only this thread changes.
     pub(crate) statistics: Arc<ThreadStatistics>,
     pub(crate) throttle: RefCell<ExportThrottle>,
+    bitmaps: RefCell<EnabledBitmaps>,
     /// Its members have to leave the thread.
     pub(crate) is_pausing: Cell<bool>,
     /// Counts of the engines of the threads before this one.
@@ -77,6 +79,17 @@ impl ServedExport {
     #[inline]
     pub(crate) fn on_submitted(&self) {
         self.in_flight.set(self.in_flight.get() + 1);
+    }
+
+    /// Marks what a completed request may have changed in the dirty bitmaps that are enabled.
+    #[inline(never)]
+    fn mark(&self, io: Request) {
+        self.bitmaps.borrow_mut().mark(&self.shared.bitmaps, io);
+    }
+
+    /// Looks at which dirty bitmaps there are: the memory of those that were removed is free then.
+    pub(crate) fn review_bitmaps(&self) {
+        self.bitmaps.borrow_mut().update(&self.shared.bitmaps);
     }
 
     /// The flush begins after which it is detached.
@@ -172,6 +185,7 @@ impl ServedExports {
             device,
             statistics,
             throttle: RefCell::new(throttle),
+            bitmaps: RefCell::default(),
             is_pausing: Cell::new(is_pausing),
             members: Cell::new(0),
             in_flight: Cell::new(0),
@@ -207,11 +221,14 @@ impl ServedExports {
         room > 0 && (self.used <= 1 || has_share())
     }
 
-    /// A request of the export has completed.
+    /// Request `io` of the export has completed. What it has changed is in the dirty bitmaps from now on.
     #[inline]
-    pub(crate) fn on_completed(&mut self, index: u32) -> Option<&ServedExport> {
+    pub(crate) fn on_completed(&mut self, index: u32, io: Request) -> Option<&ServedExport> {
         let served = self.by_index.get(index as usize)?.as_deref()?;
         served.in_flight.set(served.in_flight.get() - 1);
+        if served.shared.bitmaps.is_on() {
+            served.mark(io);
+        }
         if served.is_idle() {
             self.left.push(index);
         }
@@ -328,6 +345,7 @@ mod tests {
     use nowait::{BlockDevice, Config, Null, OpenOptions, WorkerPool};
 
     use super::*;
+    use crate::dirty_bitmaps::DirtyBitmaps;
 
     /// An export of a file of a block.
     fn shared(id: u64) -> Arc<SharedExport> {
@@ -335,7 +353,7 @@ mod tests {
         file.as_file().set_len(4096).unwrap();
         let disk = Arc::new(BlockDevice::open(file.path(), OpenOptions::default()).unwrap());
         let export = Export::new(disk, id.to_string(), String::new());
-        Arc::new(SharedExport::new(ExportId(id), Arc::new(export)))
+        Arc::new(SharedExport::new(ExportId(id), Arc::new(export), DirtyBitmaps::default()))
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
+use crate::dirty_bitmaps::DirtyBitmaps;
 use crate::export::{Export, ExportId};
 use crate::locking::lock;
 use crate::rate_limit::SharedLimits;
@@ -44,6 +45,7 @@ pub(crate) struct SharedExport {
     export: RwLock<Arc<Export>>,
     pub(crate) statistics: ExportStatistics,
     pub(crate) limits: SharedLimits,
+    pub(crate) bitmaps: DirtyBitmaps,
     /// Its share of a thread beside other exports that move much, one of [`WEIGHTS`].
     weight: AtomicU32,
     uses: Mutex<Uses>,
@@ -57,13 +59,14 @@ pub(crate) struct SharedExport {
 }
 
 impl SharedExport {
-    pub(crate) fn new(id: ExportId, export: Arc<Export>) -> Self {
+    pub(crate) fn new(id: ExportId, export: Arc<Export>, bitmaps: DirtyBitmaps) -> Self {
         let told_size = AtomicU64::new(export.disk().size());
         Self {
             id,
             export: RwLock::new(export),
             statistics: ExportStatistics::default(),
             limits: SharedLimits::default(),
+            bitmaps,
             weight: AtomicU32::new(DEFAULT_WEIGHT),
             uses: Mutex::default(),
             is_paused: AtomicBool::new(false),
@@ -86,6 +89,7 @@ impl SharedExport {
             // It cannot fail: nothing is allowed by it.
             let _ = export.set_read_only(true);
         }
+        self.bitmaps.truncate(export.disk().size());
         *current = export;
     }
 

@@ -483,7 +483,7 @@ impl ExportList for Shared {
 
 /// The current properties of an export, as told to clients.
 fn info_of(export: &RegisteredExport) -> ExportInfo {
-    command::export_info(export.id, &export.export())
+    command::export_info(export.id, &export.export(), export.bitmaps.names())
 }
 
 impl ExportDirectory for Shared {

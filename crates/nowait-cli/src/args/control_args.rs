@@ -18,6 +18,7 @@ use nowait_daemon::config::allowed_uri::AllowedUri;
 use nowait_daemon::config::control_address::ControlAddress;
 use nowait_daemon::config::export_spec;
 use nowait_daemon::config::listen_address;
+use nowait_daemon::config::start_bitmap::{parse_granularity, parse_name};
 
 /// How a server can be asked and changed.
 #[derive(Debug, Args)]
@@ -300,6 +301,8 @@ pub(crate) enum ExportAction {
         #[command(flatten)]
         server: ServerArgs,
     },
+    /// Add, list, clear, merge and remove dirty bitmaps: what was changed since when
+    Bitmap(BitmapCommand),
     /// Make the completed writes of an export durable
     Flush {
         /// Its name, or @ID
@@ -307,6 +310,77 @@ pub(crate) enum ExportAction {
         #[command(flatten)]
         server: ServerArgs,
     },
+}
+
+/// Note what is changed on an export, and since when
+///
+/// A dirty bitmap has a bit for each piece of a disk, which is set when a client changes something in
+/// it. NBD clients read it as the context qemu:dirty-bitmap:NAME. It is in memory, and stays when the
+/// disk is resized, when a snapshot is taken and when another program takes over by 'nowait upgrade';
+/// it is lost when the server ends. docs/backup.md has examples.
+#[derive(Debug, Args)]
+pub(crate) struct BitmapCommand {
+    #[command(subcommand)]
+    pub(crate) action: BitmapAction,
+}
+
+/// An export and a bitmap of it.
+#[derive(Debug, Args)]
+pub(crate) struct OneBitmap {
+    /// The name of the export, or @ID
+    pub(crate) export: String,
+    /// The name of the bitmap
+    pub(crate) bitmap: String,
+    #[command(flatten)]
+    pub(crate) server: ServerArgs,
+}
+
+/// What to do with bitmaps.
+#[derive(Debug, Subcommand)]
+pub(crate) enum BitmapAction {
+    /// Add a bitmap: what is changed from now on is noted in it
+    Add {
+        /// The name of the export, or @ID
+        export: String,
+        /// The name of the bitmap, 1 to 1023 bytes
+        #[arg(value_parser = parse_name)]
+        bitmap: String,
+        /// The bytes that a bit stands for, a power of two from 512 to 64M; 64K without it
+        #[arg(long, value_name = "SIZE", value_parser = parse_granularity)]
+        granularity: Option<u64>,
+        /// Note nothing before 'enable'
+        #[arg(long)]
+        disabled: bool,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Show the bitmaps of an export
+    List {
+        /// The name of the export, or @ID
+        export: String,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Forget what was noted in a bitmap
+    Clear(OneBitmap),
+    /// Note in a bitmap what is noted in others
+    Merge {
+        /// The name of the export, or @ID
+        export: String,
+        /// The bitmap that gets it
+        bitmap: String,
+        /// The bitmaps that have it, which stay as they are
+        #[arg(required = true)]
+        sources: Vec<String>,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Go on noting changes in a bitmap
+    Enable(OneBitmap),
+    /// Note no more changes in a bitmap, which keeps what it has
+    Disable(OneBitmap),
+    /// Remove a bitmap
+    Remove(OneBitmap),
 }
 
 fn parse_switch(text: &str) -> Result<bool, String> {

@@ -4,6 +4,7 @@
 //! states.
 
 mod help_texts;
+mod bitmap_args;
 mod tls_args;
 mod remote_args;
 pub(crate) mod image_args;

@@ -9,6 +9,7 @@ use clap::{Args, ValueEnum};
 use nowait_server::BlockSize;
 
 use crate::args::address_args::AddressArgs;
+use crate::args::bitmap_args::ServeBitmapArgs;
 use crate::args::control_args::ServeControlArgs;
 use crate::args::help_texts::SERVE_AFTER_HELP;
 use crate::args::image_args::{OtherFiles, parse_image_format};
@@ -121,6 +122,9 @@ pub(crate) struct ServeArgs {
     /// What clients are told of the first IMAGE, at most 4096 bytes; the name of its file without it
     #[arg(help_heading = "Exports", short = 'D', long, value_name = "TEXT", value_parser = export_spec::parse_name)]
     description: Option<String>,
+
+    #[command(flatten)]
+    bitmaps: ServeBitmapArgs,
 
     #[command(flatten)]
     tls: TlsArgs,
@@ -249,8 +253,8 @@ impl ServeArgs {
 
     fn put_over(&self, config: &mut ServeConfig) -> Result<(), String> {
         let Self { config: _, print_config: _, images, format, others, addresses, .. } = self;
-        let Self { ublk, vhost_user, export, description, tls, control, lifetime, .. } = self;
-        let Self { sandbox, messages, remote, read_only, block_size, direct, .. } = self;
+        let Self { ublk, vhost_user, export, description, bitmaps, tls, control, .. } = self;
+        let Self { lifetime, sandbox, messages, remote, read_only, block_size, direct, .. } = self;
         let Self { allow_mounted, io_flusher, threads, max_connections, queue, poll, .. } = self;
         let Self { json, verbose, off, allocation_depth: _, .. } = self;
         put_exports(images, export.as_ref(), description.as_ref(), &mut config.export)?;
@@ -259,6 +263,7 @@ impl ServeArgs {
         addresses.put_over(config)?;
         config.ublk.extend_from_slice(&ublk.ublk);
         config.vhost_user.extend_from_slice(&vhost_user.sockets);
+        config.bitmap.extend_from_slice(&bitmaps.bitmaps);
         tls.put_over(config);
         control.put_over(config);
         lifetime.put_over(config)?;

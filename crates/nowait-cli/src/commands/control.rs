@@ -12,7 +12,6 @@ use nowait_control::{
 use nowait_daemon::error::{CliError, plain};
 use nowait_daemon::size::{human, short};
 use nowait_remote::Location;
-use serde::Serialize;
 use serde_json::json;
 
 use crate::args::change_args::Change;
@@ -20,7 +19,8 @@ use crate::args::control_args::{
     ConnectionsArgs, ExportAction, ExportCommand, ServerArgs, StatusArgs,
 };
 use crate::args::upgrade_args::UpgradeArgs;
-use crate::control_client::{at, no_server, the_client};
+use crate::commands::bitmaps;
+use crate::control_client::{ask, at, failed, no_server, print_json, tell, the_client};
 use crate::output;
 use nowait_daemon::control::control_socket;
 
@@ -137,6 +137,7 @@ pub(crate) fn export(command: &ExportCommand) -> Result<(), CliError> {
             let change = PatchExport { read_only: Some(*read_only), ..PatchExport::default() };
             tell(server, |client| client.change(name, &change).map(drop))
         }
+        ExportAction::Bitmap(command) => bitmaps::run(command),
         ExportAction::Flush { name, server } => tell(server, |client| client.flush(name)),
     }
 }
@@ -231,38 +232,6 @@ fn new_size(client: &Client, name: &str, change: Change) -> Result<u64, ClientEr
     let export = find(client, name)?;
     let refused = || ClientError::Refused("a disk cannot have that size".into());
     change.of(export.size_bytes).ok_or_else(refused)
-}
-
-/// Prints the answer of the server of `args`: as JSON, or in `words`.
-fn ask<T: Serialize>(
-    args: &ServerArgs,
-    request: impl FnOnce(&Client) -> Result<T, ClientError>,
-    words: impl FnOnce(&T) -> String,
-) -> Result<(), CliError> {
-    let client = the_client(args)?;
-    let answer = request(&client).map_err(|error| failed(client.place(), &error))?;
-    if args.json { print_json(&answer) } else { output::print(words(&answer)) }
-}
-
-/// Has the server of `args` do something.
-fn tell(
-    args: &ServerArgs,
-    request: impl FnOnce(&Client) -> Result<(), ClientError>,
-) -> Result<(), CliError> {
-    let client = the_client(args)?;
-    request(&client).map_err(|error| failed(client.place(), &error))
-}
-
-pub(crate) fn failed(socket: &Path, error: &ClientError) -> CliError {
-    match error {
-        ClientError::Refused(why) => CliError::new(plain(why)),
-        _ => CliError::at(socket, plain(&error.to_string())),
-    }
-}
-
-fn print_json(value: &impl Serialize) -> Result<(), CliError> {
-    let text = serde_json::to_string(value).map_err(|error| CliError::new(error.to_string()))?;
-    output::print(text + "\n")
 }
 
 fn table(exports: &[ExportInfo]) -> String {

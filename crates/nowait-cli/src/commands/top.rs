@@ -18,8 +18,8 @@ use signal_hook::consts::{SIGHUP, SIGTERM};
 
 use crate::args::control_args::ServerArgs;
 use crate::args::top_args::TopArgs;
-use crate::commands::control::failed;
 use crate::commands::top_layout::{HELP, KEYS, MAX_WIDTH, View, cut};
+use crate::control_client::failed;
 use crate::control_client::the_client;
 use crate::output;
 

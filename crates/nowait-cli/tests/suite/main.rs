@@ -34,6 +34,7 @@ mod control_tcp;
 mod control_top;
 mod create_resize_commit;
 mod daemon;
+mod dirty_bitmaps;
 mod waiting;
 mod errors;
 mod exports;

@@ -25,6 +25,7 @@ use crate::api::{
     AddExport, ConnectionInfo, ExportInfo, PatchExport, ServerInfo, SnapshotReport,
     SnapshotRequest, UpgradeReport, UpgradeRequest,
 };
+use crate::bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
 use crate::client_error::ClientError;
 use crate::http::http_listener::Stream;
 use crate::http::refusal::ErrorInfo;
@@ -163,6 +164,67 @@ impl Client {
         read(&self.send(Method::POST, &path, &body(snapshot)?)?)
     }
 
+    /// The dirty bitmaps of an export.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn bitmaps(&self, name: &str) -> Result<Vec<BitmapInfo>, ClientError> {
+        self.get(&format!("{}/bitmaps", export_path(name)))
+    }
+
+    /// Adds a bitmap to an export.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn add_bitmap(&self, name: &str, bitmap: &AddBitmap) -> Result<BitmapInfo, ClientError> {
+        let path = format!("{}/bitmaps", export_path(name));
+        read(&self.send(Method::POST, &path, &body(bitmap)?)?)
+    }
+
+    /// Removes a bitmap of an export.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn remove_bitmap(&self, name: &str, bitmap: &str) -> Result<(), ClientError> {
+        self.send(Method::DELETE, &bitmap_path(name, bitmap), "").map(drop)
+    }
+
+    /// Marks all of a bitmap of an export as clean.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn clear_bitmap(&self, name: &str, bitmap: &str) -> Result<(), ClientError> {
+        let path = format!("{}/clear", bitmap_path(name, bitmap));
+        self.send(Method::POST, &path, "").map(drop)
+    }
+
+    /// Changes a bitmap of an export.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn change_bitmap(
+        &self,
+        name: &str,
+        bitmap: &str,
+        change: &PatchBitmap,
+    ) -> Result<BitmapInfo, ClientError> {
+        read(&self.send(Method::PATCH, &bitmap_path(name, bitmap), &body(change)?)?)
+    }
+
+    /// Merges bitmaps of an export into one of them.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn merge_bitmaps(
+        &self,
+        name: &str,
+        bitmap: &str,
+        merge: &MergeBitmaps,
+    ) -> Result<BitmapInfo, ClientError> {
+        let path = format!("{}/merge", bitmap_path(name, bitmap));
+        read(&self.send(Method::POST, &path, &body(merge)?)?)
+    }
+
     /// Closes a connection.
     ///
     /// # Errors
@@ -246,6 +308,11 @@ fn export_path(name: &str) -> String {
         "" => "/v1/exports/@0".into(),
         name => format!("/v1/exports/{}", utf8_percent_encode(name, PLAIN)),
     }
+}
+
+/// The path of a bitmap of an export.
+fn bitmap_path(export: &str, bitmap: &str) -> String {
+    format!("{}/bitmaps/{}", export_path(export), utf8_percent_encode(bitmap, PLAIN))
 }
 
 fn body(value: &impl Serialize) -> Result<String, ClientError> {

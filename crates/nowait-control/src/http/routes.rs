@@ -18,6 +18,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 
 use crate::api::{AddExport, PatchExport, ServerInfo, SnapshotRequest, UpgradeRequest};
+use crate::bitmap_api::{AddBitmap, MergeBitmaps, PatchBitmap};
 use crate::controlled_server::{ControlError, ControlledServer};
 use crate::http::blocking_calls::blocking;
 use crate::http::events::Events;
@@ -49,6 +50,10 @@ pub(crate) fn router(
         .route("/v1/exports/{name}", get(show).delete(remove).patch(change))
         .route("/v1/exports/{name}/flush", post(flush))
         .route("/v1/exports/{name}/snapshot", post(snapshot))
+        .route("/v1/exports/{name}/bitmaps", get(bitmaps).post(add_bitmap))
+        .route("/v1/exports/{name}/bitmaps/{bitmap}", delete(remove_bitmap).patch(change_bitmap))
+        .route("/v1/exports/{name}/bitmaps/{bitmap}/clear", post(clear_bitmap))
+        .route("/v1/exports/{name}/bitmaps/{bitmap}/merge", post(merge_bitmaps))
         .route(
             "/v1/connections",
             get(|State(server): State<Server>| on_thread(move || json(server.connections()))),
@@ -171,6 +176,72 @@ async fn flush(State(server): State<Server>, Part(name): Part) -> Answer {
 async fn snapshot(State(server): State<Server>, Part(name): Part, body: Bytes) -> Answer {
     let request: SnapshotRequest = parse(&body)?;
     on_thread(move || json(server.snapshot(find(&server, &name)?, request)?)).await
+}
+
+/// The parts of the path that name an export and a bitmap of it.
+struct BitmapPath(String, String);
+
+impl<S: Send + Sync> FromRequestParts<S> for BitmapPath {
+    type Rejection = ControlError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ControlError> {
+        let path = Path::<(String, String)>::from_request_parts(parts, state).await;
+        let path = path.map_err(|rejection| ControlError::Invalid(rejection.body_text()))?;
+        Ok(Self(path.0.0, path.0.1))
+    }
+}
+
+async fn bitmaps(State(server): State<Server>, Part(name): Part) -> Answer {
+    on_thread(move || json(server.bitmaps(find(&server, &name)?)?)).await
+}
+
+async fn add_bitmap(State(server): State<Server>, Part(name): Part, body: Bytes) -> Answer {
+    let bitmap: AddBitmap = parse(&body)?;
+    on_thread(move || {
+        let added = server.add_bitmap(find(&server, &name)?, bitmap)?;
+        Ok((StatusCode::CREATED, axum::Json(added)).into_response())
+    })
+    .await
+}
+
+async fn remove_bitmap(
+    State(server): State<Server>,
+    BitmapPath(name, bitmap): BitmapPath,
+) -> Answer {
+    on_thread(move || {
+        server.remove_bitmap(find(&server, &name)?, &bitmap)?;
+        Ok(StatusCode::NO_CONTENT.into_response())
+    })
+    .await
+}
+
+async fn clear_bitmap(
+    State(server): State<Server>,
+    BitmapPath(name, bitmap): BitmapPath,
+) -> Answer {
+    on_thread(move || {
+        server.clear_bitmap(find(&server, &name)?, &bitmap)?;
+        Ok(StatusCode::NO_CONTENT.into_response())
+    })
+    .await
+}
+
+async fn change_bitmap(
+    State(server): State<Server>,
+    BitmapPath(name, bitmap): BitmapPath,
+    body: Bytes,
+) -> Answer {
+    let change: PatchBitmap = parse(&body)?;
+    on_thread(move || json(server.change_bitmap(find(&server, &name)?, &bitmap, change)?)).await
+}
+
+async fn merge_bitmaps(
+    State(server): State<Server>,
+    BitmapPath(name, bitmap): BitmapPath,
+    body: Bytes,
+) -> Answer {
+    let merge: MergeBitmaps = parse(&body)?;
+    on_thread(move || json(server.merge_bitmaps(find(&server, &name)?, &bitmap, merge)?)).await
 }
 
 async fn disconnect(State(server): State<Server>, Part(id): Part) -> Answer {

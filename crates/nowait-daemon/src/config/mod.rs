@@ -7,6 +7,7 @@ pub mod listen_address;
 pub mod export_spec;
 pub mod vhost_user_spec;
 pub mod ublk_spec;
+pub mod start_bitmap;
 pub mod allowed_uri;
 pub mod control_address;
 pub mod choices;
@@ -29,6 +30,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::allowed_uri::AllowedUri;
 use crate::config::control_address::ControlAddress;
 use crate::config::export_spec::{ExportSpec, NamedExport};
+use crate::config::start_bitmap::StartBitmap;
 use crate::config::ublk_spec::UblkSpec;
 use crate::config::vhost_user_spec::{DevicePlace, VhostUserSpec};
 use crate::error::CliError;
@@ -82,6 +84,9 @@ pub struct ServeConfig {
     /// Sockets of virtual machines.
     #[serde(with = "notation::devices", skip_serializing_if = "Vec::is_empty")]
     pub vhost_user: Vec<VhostUserSpec>,
+    /// Dirty bitmaps that are there from the start.
+    #[serde(with = "notation::bitmaps", skip_serializing_if = "Vec::is_empty")]
+    pub bitmap: Vec<StartBitmap>,
     /// The most connections, 1 to 1048576.
     #[serde(deserialize_with = "notation::number::<_, _, 1, { MAX_CONNECTIONS as u64 }>")]
     pub max_connections: u32,
@@ -205,6 +210,7 @@ impl Default for ServeConfig {
             nbd: Vec::new(),
             ublk: Vec::new(),
             vhost_user: Vec::new(),
+            bitmap: Vec::new(),
             max_connections: 1024,
             tls: None,
             tls_certs: None,
@@ -419,6 +425,7 @@ impl ServeConfig {
             return Err("--ublk needs io_uring: leave --queue threads out".into());
         }
         ublk_spec::assign(&self.ublk, &exports)?;
+        start_bitmap::check(&self.bitmap, &exports)?;
         self.check_images()?;
         self.check_control()?;
         self.check_tls()?;

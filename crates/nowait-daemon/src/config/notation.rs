@@ -15,6 +15,7 @@ use std::path::Path;
 use crate::config::allowed_uri::AllowedUri;
 use crate::config::control_address::ControlAddress;
 use crate::config::listen_address;
+use crate::config::start_bitmap::StartBitmap;
 use crate::config::ublk_spec::UblkSpec;
 use crate::config::vhost_user_spec::VhostUserSpec;
 use crate::size;
@@ -91,6 +92,7 @@ notation!(cache, option CacheOptions, |text: &String| parse_cache(&text.into()),
 notation!(size_with_zero, one u64, size::parse_with_zero, bytes);
 notation!(some_size, option u64, size::parse, bytes);
 notation!(nodes, list UblkSpec, |text: &String| text.parse::<UblkSpec>(), |node: &UblkSpec| Ok::<_, String>(node.to_string()));
+notation!(bitmaps, list StartBitmap, |text: &String| text.parse::<StartBitmap>(), |bitmap: &StartBitmap| Ok::<_, String>(bitmap.to_string()));
 notation!(devices, list VhostUserSpec, |text: &String| VhostUserSpec::parse(text.into()), VhostUserSpec::text);
 notation!(controls, list ControlAddress, |text: &String| ControlAddress::parse(&text.into()), ControlAddress::text);
 notation!(uris, list AllowedUri, |text: &String| AllowedUri::parse(&text.into()), |uri: &AllowedUri| Ok::<_, String>(uri.text()));

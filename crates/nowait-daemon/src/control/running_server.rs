@@ -9,23 +9,25 @@ use std::time::{Duration, Instant, SystemTime};
 
 use nowait::RegisteredMemory;
 use nowait_control::{
-    AddExport, AddFrontend, BucketInfo, ConnectionInfo, ControlError, ControlledServer, ExportInfo,
-    FrontendInfo, NbdServerInfo, PatchExport, ServerInfo, SnapshotReport, SnapshotRequest,
-    StoreInfo, UpgradeReport, UpgradeRequest,
+    AddBitmap, AddExport, AddFrontend, BitmapInfo, BucketInfo, ConnectionInfo, ControlError,
+    ControlledServer, ExportInfo, FrontendInfo, MergeBitmaps, NbdServerInfo, PatchBitmap,
+    PatchExport, ServerInfo, SnapshotReport, SnapshotRequest, StoreInfo, UpgradeReport,
+    UpgradeRequest,
 };
 use nowait_image::{NamedStorages, formats};
 use nowait_remote::{LinkCounts, StoreCounts};
-use nowait_server::{AnyExport, ExportId, ExportStatus, Exports, Limits, Listener};
+use nowait_server::{AnyExport, BitmapError, ExportId, ExportStatus, Exports, Limits, Listener};
 use rustix::io::Errno;
 
 use crate::config::export_spec::{NamedExport, parse_name};
 use crate::config::listen_address;
+use crate::control::bitmap_answers::{self, refused};
 use crate::disks::allowed_places::{AllowedPlaces, absolute};
 use crate::disks::image_exchange::ImageExchange;
 use crate::disks::open_disk::{Common, ImageIdentity, OpenedDisk};
 use crate::disks::served_disks::{ServedDisk, ServedDisks, change_settings};
 use crate::error::CliError;
-use crate::upgrade::messages::ExportState;
+use crate::upgrade::messages::{BitmapMessage, ExportState};
 use crate::upgrade::paused_disks::PausedDisks;
 use crate::upgrade::sender::{self, Upgrades};
 
@@ -135,6 +137,7 @@ impl RunningServer {
     fn states(&self) -> Vec<ExportState> {
         let state = |served: &ServedDisk| {
             let OpenedDisk { named, image, options, description, .. } = &served.disk;
+            let bitmaps = self.exports.bitmap_specs(served.id);
             let changes = self.exports.changes_of(served.id);
             let changes = changes.map(|changes| PatchExport {
                 limits: Some(changes.limits.into()),
@@ -153,6 +156,7 @@ impl RunningServer {
                 backing_dirs: options.backing_dirs.iter().map(|dir| dir.clone().into()).collect(),
                 backing: options.backing_storages.names().map(str::to_owned).collect(),
                 changes: changes.unwrap_or_default(),
+                bitmaps: bitmaps.into_iter().map(BitmapMessage::from).collect(),
             }
         };
         self.disks.lock().iter().map(state).collect()
@@ -163,6 +167,19 @@ impl RunningServer {
         let disks = self.disks.lock();
         let all = disks.iter().enumerate();
         all.filter_map(|(at, served)| Some((at, served.node()?.id()))).collect()
+    }
+
+    /// Makes a change of the bitmaps of an export. Returns bitmap `name` as it is then.
+    fn change_bitmaps(
+        &self,
+        id: u64,
+        name: &str,
+        change: impl FnOnce(&Exports, ExportId) -> Result<(), BitmapError>,
+    ) -> Result<BitmapInfo, ControlError> {
+        let _changing = self.begin_change()?;
+        change(&self.exports, self.id_of(id)?).map_err(refused)?;
+        let named = self.bitmaps(id)?.into_iter().find(|bitmap| bitmap.name == name);
+        named.ok_or_else(|| refused(BitmapError::NoBitmap))
     }
 
     /// The storages that all exports may stand on, and those of `backing`, which are opened unless
@@ -429,6 +446,7 @@ impl ControlledServer for RunningServer {
         let id = self.id_of(id)?;
         self.check_change(id, &change)?;
         if let Some(size) = change.size_bytes {
+            self.exports.cover_with_bitmaps(id, size).map_err(refused)?;
             self.image_exchange(id).resize(size, change.shrink)?;
         }
         change_settings(&self.exports, id, &change).map_err(failed)?;
@@ -459,6 +477,48 @@ impl ControlledServer for RunningServer {
         let report = sender::send(&self.upgrades, binary, self.states(), &self.nodes(), pause)?;
         *serving = Serving::Elsewhere;
         Ok(report)
+    }
+
+    fn bitmaps(&self, id: u64) -> Result<Vec<BitmapInfo>, ControlError> {
+        let all = self.exports.bitmaps(self.id_of(id)?).map_err(refused)?;
+        Ok(all.into_iter().map(bitmap_answers::info_of).collect())
+    }
+
+    fn add_bitmap(&self, id: u64, bitmap: AddBitmap) -> Result<BitmapInfo, ControlError> {
+        let spec = bitmap_answers::spec_of(bitmap);
+        let name = spec.name.clone();
+        self.change_bitmaps(id, &name, |exports, id| exports.add_bitmap(id, &spec))
+    }
+
+    fn remove_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError> {
+        let _changing = self.begin_change()?;
+        self.exports.remove_bitmap(self.id_of(id)?, name).map_err(refused)
+    }
+
+    fn clear_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError> {
+        let _changing = self.begin_change()?;
+        self.exports.clear_bitmap(self.id_of(id)?, name).map_err(refused)
+    }
+
+    fn change_bitmap(
+        &self,
+        id: u64,
+        name: &str,
+        change: PatchBitmap,
+    ) -> Result<BitmapInfo, ControlError> {
+        self.change_bitmaps(id, name, |exports, id| match change.enabled {
+            Some(enabled) => exports.enable_bitmap(id, name, enabled),
+            None => Ok(()),
+        })
+    }
+
+    fn merge_bitmaps(
+        &self,
+        id: u64,
+        name: &str,
+        merge: MergeBitmaps,
+    ) -> Result<BitmapInfo, ControlError> {
+        self.change_bitmaps(id, name, |exports, id| exports.merge_bitmaps(id, name, &merge.sources))
     }
 
     fn disconnect(&self, id: u64) -> Result<(), ControlError> {

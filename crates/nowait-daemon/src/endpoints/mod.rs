@@ -165,7 +165,7 @@ fn bind(
     Ok((listeners, bound_to))
 }
 
-/// The exports of `all`, each with its vhost-user sockets, which come later if they are those of
+/// The exports of `all`, each with its vhost-user sockets and dirty bitmaps, which come later if they are those of
 /// another program.
 pub(crate) fn exports_of(
     config: &ServeConfig,
@@ -198,6 +198,12 @@ pub(crate) fn exports_of(
                 None => export,
             },
         };
+        exports.insert(index, export);
+    }
+    for bitmap in &config.bitmap {
+        let index = bitmap.export_of(&named).map_err(CliError::new)?;
+        let failed = |error| CliError::new(format!("--bitmap {bitmap}: {error}"));
+        let export = exports.remove(index).with_bitmap(&bitmap.spec()).map_err(failed)?;
         exports.insert(index, export);
     }
     Ok(exports)

@@ -11,13 +11,15 @@ use std::path::Path;
 
 use nowait_control::PatchExport;
 use nowait_nbd::Address;
-use nowait_server::{Listener, SplitState, VmmSetup};
+use nowait_server::{BitmapSpec, Listener, SplitState, VmmSetup};
 use serde::{Deserialize, Serialize};
 
 /// The version of these messages.
-pub(crate) const PROTOCOL: u32 = 3;
-/// The version before, which knows no nodes but that of the first export, and connects to no VMM.
-const BEFORE: u32 = 2;
+pub(crate) const PROTOCOL: u32 = 4;
+/// The version before, which knows no dirty bitmaps.
+const WITHOUT_BITMAPS: u32 = 3;
+/// The one before that, which knows no nodes but that of the first export, and connects to no VMM.
+const FIRST_NODE: u32 = 2;
 
 /// Old to new: what will be handed over. The listeners' files come with it, then the control socket's.
 #[derive(Debug, Serialize, Deserialize)]
@@ -39,18 +41,19 @@ pub(crate) struct Begin {
 }
 
 impl Begin {
-    /// The version in which a server is told of that has `nodes` and `connects` to VMMs: the one before, as long as that
-    /// says all.
-    pub(crate) fn protocol_for(nodes: &[(usize, u32)], connects: bool) -> u32 {
-        match (nodes, connects) {
-            ([] | [(0, _)], false) => BEFORE,
-            _ => PROTOCOL,
+    /// The version in which a server is told of that has `nodes`, `connects` to VMMs and has dirty bitmaps: the first one
+    /// that says all.
+    pub(crate) fn protocol_for(nodes: &[(usize, u32)], connects: bool, has_bitmaps: bool) -> u32 {
+        match (nodes, connects, has_bitmaps) {
+            (_, _, true) => PROTOCOL,
+            ([] | [(0, _)], false, _) => FIRST_NODE,
+            _ => WITHOUT_BITMAPS,
         }
     }
 
     /// Whether this program understands the message.
     pub(crate) fn is_understood(&self) -> bool {
-        [BEFORE, PROTOCOL].contains(&self.protocol)
+        (FIRST_NODE..=PROTOCOL).contains(&self.protocol)
     }
 
     /// Numbers of the local block devices, each with the index of its export.
@@ -81,6 +84,31 @@ pub(crate) struct ExportState {
     pub(crate) backing: Vec<String>,
     /// What was changed while it was served.
     pub(crate) changes: PatchExport,
+    /// Its dirty bitmaps; their bits come later.
+    #[serde(default)]
+    pub(crate) bitmaps: Vec<BitmapMessage>,
+}
+
+/// A dirty bitmap, as [`BitmapSpec`].
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct BitmapMessage {
+    pub(crate) name: String,
+    pub(crate) granularity: u64,
+    pub(crate) enabled: bool,
+}
+
+impl From<BitmapSpec> for BitmapMessage {
+    fn from(spec: BitmapSpec) -> Self {
+        let BitmapSpec { name, granularity, enabled } = spec;
+        Self { name, granularity, enabled }
+    }
+}
+
+impl From<BitmapMessage> for BitmapSpec {
+    fn from(message: BitmapMessage) -> Self {
+        let BitmapMessage { name, granularity, enabled } = message;
+        Self { name, granularity, enabled }
+    }
 }
 
 /// A socket that listens.
@@ -131,7 +159,7 @@ pub(crate) struct ControlStates {
 }
 
 /// Old to new: no request is in flight, and everything is on storage. The files of the images come
-/// with it, then the connections' sockets, then those of the devices. The bytes are what was received
+/// with it, then the connections' sockets, then those of the devices, then the bits of bitmaps. The bytes are what was received
 /// and not sent yet.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Drained {
@@ -139,6 +167,9 @@ pub(crate) struct Drained {
     pub(crate) files: Vec<usize>,
     pub(crate) connections: Vec<ConnectionMessage>,
     pub(crate) devices: Vec<DeviceMessage>,
+    /// Whether there is a file with its bits, for each bitmap of each export.
+    #[serde(default)]
+    pub(crate) bitmaps: Vec<bool>,
 }
 
 /// A disk of virtual machines, at a socket that listens or one of VMMs. Its files are that of the listener, and those of the VMM: the socket,
@@ -171,6 +202,8 @@ pub(crate) struct ConnectionMessage {
     /// As in [`nowait_server::ConnectionState`].
     pub(crate) reply_mode: u8,
     pub(crate) contexts: u8,
+    #[serde(default)]
+    pub(crate) bitmaps: Vec<String>,
     pub(crate) discard: u64,
     pub(crate) split: Option<SplitMessage>,
     /// Bytes that were received and not parsed, and bytes that were not sent.
@@ -230,15 +263,16 @@ mod tests {
     }
 
     #[test]
-    fn the_node_of_the_first_export_is_told_in_the_version_before_and_others_in_this_one() {
+    fn a_server_is_told_of_in_the_first_version_that_says_all_of_it() {
         for (nodes, protocol) in
             [(&[][..], 2), (&[(0, 7)], 2), (&[(1, 7)], 3), (&[(0, 7), (1, 8)], 3)]
         {
-            assert_eq!(Begin::protocol_for(nodes, false), protocol, "{nodes:?}");
-            assert_eq!(Begin::protocol_for(nodes, true), 3, "{nodes:?}");
+            assert_eq!(Begin::protocol_for(nodes, false, false), protocol, "{nodes:?}");
+            assert_eq!(Begin::protocol_for(nodes, true, false), 3, "{nodes:?}");
+            assert_eq!(Begin::protocol_for(nodes, false, true), 4, "{nodes:?}");
         }
-        let understood = [1, 2, 3, 4].map(|protocol| told(protocol, r#""ublk":7"#).is_understood());
-        assert_eq!(understood, [false, true, true, false]);
+        let told = |protocol| told(protocol, r#""ublk":7"#).is_understood();
+        assert_eq!([1, 2, 3, 4, 5].map(told), [false, true, true, true, false]);
     }
 
     #[test]

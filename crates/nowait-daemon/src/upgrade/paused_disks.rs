@@ -4,18 +4,22 @@
 //! the images as they are.
 
 use std::collections::BTreeMap;
-use std::os::fd::BorrowedFd;
+use std::fs::File;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::MutexGuard;
 use std::time::Instant;
 
 use nowait::Error;
 use nowait_control::ControlError;
 use nowait_server::{ConnectionState, ExportId, Exports, PausedDevice, PausedServer};
+use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::Errno;
+use tracing::warn;
 
 use crate::disks::parallel_map;
 use crate::disks::served_disks::ServedDisk;
 use crate::process::systemd;
+use crate::upgrade::messages::{BitmapMessage, ExportState};
 use crate::upgrade::sender::{DRAIN_TIMEOUT, Paused};
 
 /// The most threads that flush.
@@ -25,6 +29,7 @@ const FLUSH_THREADS: usize = 16;
 pub(crate) struct PausedDisks<'a> {
     disks: MutexGuard<'a, Vec<ServedDisk>>,
     server: PausedServer,
+    exports: Exports,
     begun: Instant,
 }
 
@@ -50,7 +55,7 @@ impl<'a> PausedDisks<'a> {
             ControlError::Conflict(why.into())
         })?;
         for_all(&disks, |served| served.disk.image.settle()).map_err(failed)?;
-        Ok(Self { disks, server, begun })
+        Ok(Self { disks, server, exports: exports.clone(), begun })
     }
 
     /// Each of `all` with the index of its export.
@@ -68,6 +73,14 @@ fn for_all(
     act: impl Fn(&ServedDisk) -> Result<(), Error> + Sync,
 ) -> Result<(), Error> {
     parallel_map::try_map(disks, FLUSH_THREADS, act).map(drop)
+}
+
+/// The bits of a bitmap in a file of its own, which is in memory only.
+fn save(exports: &Exports, id: ExportId, bitmap: &str) -> Result<OwnedFd, String> {
+    let file = memfd_create("nowait-bitmap", MemfdFlags::CLOEXEC);
+    let file = File::from(file.map_err(|error| error.to_string())?);
+    exports.save_bitmap(id, bitmap, &file)?;
+    Ok(file.into())
 }
 
 impl Paused for PausedDisks<'_> {
@@ -89,6 +102,17 @@ impl Paused for PausedDisks<'_> {
         let devices = self.server.devices(DRAIN_TIMEOUT);
         let devices = devices.map_err(|error| ControlError::Failed(error.to_string()))?;
         Ok(self.with_indices(devices))
+    }
+
+    fn bitmaps(&self, exports: &[ExportState]) -> Vec<Option<OwnedFd>> {
+        let saved = |(id, bitmap): (ExportId, &BitmapMessage)| {
+            let saved = save(&self.exports, id, &bitmap.name);
+            saved.inspect_err(|why| warn!("bitmap {:?} is not handed over: {why}", bitmap.name))
+        };
+        let all = self.disks.iter().zip(exports);
+        let all = all
+            .flat_map(|(served, export)| export.bitmaps.iter().map(|bitmap| (served.id, bitmap)));
+        all.map(|bitmap| saved(bitmap).ok()).collect()
     }
 
     fn left_over(&self, count: usize) -> usize {

@@ -4,7 +4,8 @@
 //! it touches nothing any more. If it ends before, this one ends, too.
 
 use std::collections::VecDeque;
-use std::io;
+use std::fs::File;
+use std::io::{self, Read, Seek};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,7 +15,9 @@ use crate::error::{CliError, os_message};
 use nowait_image::{ChainOptions, HandedOver, NamedStorages, formats};
 use nowait_nbd::Address;
 use nowait_remote::Location;
-use nowait_server::{ConnectionState, Exports, Listener, PausedDevice, SplitState, VmmState};
+use nowait_server::{
+    ConnectionState, ExportId, Exports, Listener, PausedDevice, SplitState, VmmState,
+};
 use tracing::warn;
 
 use crate::config::export_spec::NamedExport;
@@ -62,6 +65,8 @@ pub(crate) struct SavedState {
 pub(crate) struct SavedClients {
     pub(crate) connections: Vec<(usize, ConnectionState)>,
     pub(crate) devices: Vec<(usize, PausedDevice)>,
+    /// Files with the bits of the dirty bitmaps of each export, for which there is one.
+    pub(crate) bitmaps: Vec<Vec<Option<OwnedFd>>>,
 }
 
 impl Receiver {
@@ -130,7 +135,8 @@ impl Receiver {
         self.agree()?;
         let message = self.channel.receive::<Drained>(in_time(), Bounds::STATE);
         let message = message.map_err(|error| lost(&error))?;
-        let Message { body: Drained { files, connections, devices }, bytes, files: all } = message;
+        let Message { body: drained, bytes, files: all } = message;
+        let Drained { files, connections, devices, bitmaps } = drained;
         let mut sockets = devices.iter().filter_map(|it| it.listener.as_ref());
         sockets.try_for_each(|state| policy.check_device(state))?;
         let mut vmms = devices.iter().filter_map(|it| it.connects_to.as_ref());
@@ -145,12 +151,14 @@ impl Receiver {
         let connections = connections.into_iter().zip(all.by_ref()).map(|(it, socket)| {
             let (unparsed, unsent) = (take(it.unparsed), take(it.unsent));
             let (reply_mode, contexts, discard) = (it.reply_mode, it.contexts, it.discard);
+            let bitmaps = it.bitmaps;
             let split = it.split.map(SplitState::from);
             let ended = it.ended;
             let state = ConnectionState {
                 socket,
                 reply_mode,
                 contexts,
+                bitmaps,
                 discard,
                 split,
                 unparsed,
@@ -162,7 +170,11 @@ impl Receiver {
         let connections = connections.collect();
         let devices = devices.into_iter().map(|it| Ok((it.export, restored_device(it, &mut all)?)));
         let devices = devices.collect::<Result<_, CliError>>()?;
-        Ok(SavedState { images, clients: SavedClients { connections, devices } })
+        let mut has_file = bitmaps.into_iter();
+        let mut file = || has_file.next().unwrap_or_default().then(|| all.next()).flatten();
+        let mut files_of = |export: &ExportState| export.bitmaps.iter().map(|_| file()).collect();
+        let bitmaps = self.exports.iter().map(&mut files_of).collect();
+        Ok(SavedState { images, clients: SavedClients { connections, devices, bitmaps } })
     }
 
     /// Tells that this program is ready, and waits for the word to serve.
@@ -217,6 +229,9 @@ impl Receiver {
                 warn!("export {:?} is not as it was changed: {error}", state.name);
             }
         }
+        for ((id, state), files) in ids.iter().zip(&self.exports).zip(clients.bitmaps) {
+            restore_bitmaps(server, *id, state, files);
+        }
         self.ready()?;
         for (export, device) in clients.devices {
             if let Some(Err(error)) = ids.get(export).map(|id| server.restore_device(*id, device)) {
@@ -245,6 +260,28 @@ impl Receiver {
     fn send(&self, body: &Answer) -> Result<(), CliError> {
         self.channel.send(body, &[], &[], in_time()).map_err(|error| lost(&error))
     }
+}
+
+/// Gives export `id` the dirty bitmaps of `state`, whose bits are in `files`. Of one that is not whole all is dirty.
+fn restore_bitmaps(
+    server: &Exports,
+    id: ExportId,
+    state: &ExportState,
+    files: Vec<Option<OwnedFd>>,
+) {
+    for (bitmap, file) in state.bitmaps.iter().zip(files) {
+        let mut file = file.map(File::from).filter(is_plain);
+        let content = file.as_mut().map(|file| file as &mut dyn Read);
+        if let Err(why) = server.restore_bitmap(id, &bitmap.clone().into(), content) {
+            warn!("export {:?}, bitmap {:?}: {why}", state.name, bitmap.name);
+        }
+    }
+}
+
+/// Whether `file`, which another process has written, can be read from its begin on without a wait.
+fn is_plain(file: &File) -> bool {
+    let is_file = file.metadata().is_ok_and(|meta| meta.is_file());
+    is_file && (&*file).rewind().is_ok()
 }
 
 /// The device of `message`, whose files are the next of `files`.

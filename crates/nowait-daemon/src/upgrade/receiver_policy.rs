@@ -311,6 +311,7 @@ mod tests {
             backing_dirs: Vec::new(),
             backing: Vec::new(),
             changes: PatchExport::default(),
+            bitmaps: Vec::new(),
         }
     }
 

@@ -66,6 +66,9 @@ pub(crate) trait Paused {
     /// A VMM has sent a part of a message only; there are not enough descriptors for copies.
     fn devices(&self) -> Result<Vec<(usize, PausedDevice)>, ControlError>;
 
+    /// The bits of each dirty bitmap of `exports`, in their order, for which there is a file.
+    fn bitmaps(&self, exports: &[ExportState]) -> Vec<Option<OwnedFd>>;
+
     /// How many connections there are beside `count` of these.
     fn left_over(&self, count: usize) -> usize;
 
@@ -94,7 +97,8 @@ pub(crate) fn send<P: Paused>(
     let launcher = upgrades.launcher.as_ref();
     let launcher = launcher.map_err(|why| ControlError::Conflict(why.clone()))?;
     let (channel, process) = launcher.launch(binary)?;
-    let version = announce(&channel, upgrades, (exports, nodes), Instant::now() + PREPARE_TIMEOUT)?;
+    let deadline = Instant::now() + PREPARE_TIMEOUT;
+    let version = announce(&channel, upgrades, (&exports, nodes), deadline)?;
     let mut paused = pause()?;
     let connections = paused.connections()?;
     let devices = paused.devices()?;
@@ -102,8 +106,9 @@ pub(crate) fn send<P: Paused>(
     let count = (connections.len() + machines) as u64;
     let closed = paused.left_over(connections.len()) as u64;
     let deadline = Instant::now() + READY_TIMEOUT;
-    send_drained(&channel, &paused.images(), &connections, &devices, deadline)?;
-    drop((connections, devices));
+    let bitmaps = paused.bitmaps(&exports);
+    send_drained(&channel, &paused.images(), (&connections, &devices, &bitmaps), deadline)?;
+    drop((connections, devices, bitmaps));
     receive(&channel, deadline)?;
     paused.begin_handing_over()?;
     channel.send(&Go, &[], &[], deadline).map_err(|error| lost(&error))?;
@@ -117,15 +122,16 @@ pub(crate) fn send<P: Paused>(
 fn announce(
     channel: &Channel,
     upgrades: &Upgrades,
-    (exports, nodes): (Vec<ExportState>, &[(usize, u32)]),
+    (exports, nodes): (&[ExportState], &[(usize, u32)]),
     deadline: Instant,
 ) -> Result<String, ControlError> {
     let Upgrades { listeners, control, .. } = upgrades;
     let sockets = listeners.iter().chain(&control.unix).chain(&control.tcp);
     let sockets: Vec<_> = sockets.map(|(_, file)| file.as_fd()).collect();
+    let has_bitmaps = exports.iter().any(|export| !export.bitmaps.is_empty());
     let begin = Begin {
-        protocol: Begin::protocol_for(nodes, upgrades.connects),
-        exports,
+        protocol: Begin::protocol_for(nodes, upgrades.connects, has_bitmaps),
+        exports: exports.to_vec(),
         listeners: listeners.iter().map(|(state, _)| state.clone()).collect(),
         control: control.unix.as_ref().map(|(state, _)| state.clone()),
         control_tcp: control.tcp.iter().map(|(state, _)| state.clone()).collect(),
@@ -146,11 +152,14 @@ fn receive(channel: &Channel, deadline: Instant) -> Result<String, ControlError>
     }
 }
 
+/// The clients and the bits of the bitmaps, which are sent together.
+type Clients<'a> =
+    (&'a [(usize, ConnectionState)], &'a [(usize, PausedDevice)], &'a [Option<OwnedFd>]);
+
 fn send_drained(
     channel: &Channel,
     images: &[Vec<BorrowedFd<'_>>],
-    connections: &[(usize, ConnectionState)],
-    devices: &[(usize, PausedDevice)],
+    (connections, devices, bitmaps): Clients<'_>,
     deadline: Instant,
 ) -> Result<(), ControlError> {
     let mut files: Vec<BorrowedFd<'_>> = images.iter().flatten().copied().collect();
@@ -163,6 +172,7 @@ fn send_drained(
             export: *export,
             reply_mode: state.reply_mode,
             contexts: state.contexts,
+            bitmaps: state.bitmaps.clone(),
             discard: state.discard,
             split: state.split.map(SplitMessage::from),
             unparsed: state.unparsed.len(),
@@ -174,7 +184,9 @@ fn send_drained(
         devices.iter().map(|(export, device)| device_message(*export, device, &mut files));
     let devices = devices.collect::<io::Result<_>>().map_err(|error| lost(&error))?;
     let files_of = images.iter().map(Vec::len).collect();
-    let drained = Drained { files: files_of, connections: messages, devices };
+    files.extend(bitmaps.iter().flatten().map(AsFd::as_fd));
+    let bitmaps = bitmaps.iter().map(Option::is_some).collect();
+    let drained = Drained { files: files_of, connections: messages, devices, bitmaps };
     channel.send(&drained, &bytes, &files, deadline).map_err(|error| lost(&error))
 }
 

@@ -6,8 +6,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use nowait_control::{
-    AddExport, ConnectionInfo, ControlError, ControlledServer, ExportInfo, PatchExport, ServerInfo,
-    SnapshotReport, SnapshotRequest, Token, UpgradeReport, UpgradeRequest, fuzz,
+    AddBitmap, AddExport, BitmapInfo, ConnectionInfo, ControlError, ControlledServer, ExportInfo,
+    MergeBitmaps, PatchBitmap, PatchExport, ServerInfo, SnapshotReport, SnapshotRequest, Token,
+    UpgradeReport, UpgradeRequest, fuzz,
 };
 
 use crate::split::cut;
@@ -37,6 +38,7 @@ pub(crate) const TARGET: Target = Target {
         b"\r\n\r\n",
         b"/v1/exports/@3",
         b"/snapshot",
+        b"/bitmaps/a",
         b"?mode=hard",
         b"%2F",
         b"%00",
@@ -104,6 +106,40 @@ impl ControlledServer for Noting {
 
     fn snapshot(&self, id: u64, snapshot: SnapshotRequest) -> Result<SnapshotReport, ControlError> {
         self.note(format!("snapshot {id} {snapshot:?}"))
+    }
+
+    fn bitmaps(&self, id: u64) -> Result<Vec<BitmapInfo>, ControlError> {
+        self.note(format!("bitmaps {id}"))
+    }
+
+    fn add_bitmap(&self, id: u64, bitmap: AddBitmap) -> Result<BitmapInfo, ControlError> {
+        self.note(format!("add_bitmap {id} {}", bitmap.name))
+    }
+
+    fn remove_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError> {
+        self.note(format!("remove_bitmap {id} {name}"))
+    }
+
+    fn clear_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError> {
+        self.note(format!("clear_bitmap {id} {name}"))
+    }
+
+    fn change_bitmap(
+        &self,
+        id: u64,
+        name: &str,
+        change: PatchBitmap,
+    ) -> Result<BitmapInfo, ControlError> {
+        self.note(format!("change_bitmap {id} {name} {:?}", change.enabled))
+    }
+
+    fn merge_bitmaps(
+        &self,
+        id: u64,
+        name: &str,
+        merge: MergeBitmaps,
+    ) -> Result<BitmapInfo, ControlError> {
+        self.note(format!("merge_bitmaps {id} {name} {:?}", merge.sources))
     }
 
     fn disconnect(&self, id: u64) -> Result<(), ControlError> {
@@ -229,6 +265,12 @@ fn seeds() -> Vec<Vec<u8>> {
         request("PATCH /v1/exports/@3", limit),
         request("POST /v1/exports/@3/flush", ""),
         request("POST /v1/exports/@3/snapshot", r#"{"overlay": "/y"}"#),
+        request("GET /v1/exports/@3/bitmaps", ""),
+        request("POST /v1/exports/@3/bitmaps", r#"{"name": "a", "granularity_bytes": 512}"#),
+        request("PATCH /v1/exports/@3/bitmaps/a%20b", r#"{"enabled": false}"#),
+        request("POST /v1/exports/@3/bitmaps/a/merge", r#"{"sources": ["b", "c"]}"#),
+        request("POST /v1/exports/@3/bitmaps/a/clear", ""),
+        request("DELETE /v1/exports/@3/bitmaps/a", ""),
         request("GET /v1/connections", ""),
         request("DELETE /v1/connections/7", ""),
         request("POST /v1/upgrade", r#"{"binary": "/bin/true"}"#),

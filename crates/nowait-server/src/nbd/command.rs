@@ -4,9 +4,10 @@
 
 use nowait::{ByteRange, Flags, Op, Request};
 
+use crate::dirty_bitmaps::BitmapName;
 use crate::export::{Export, ExportId};
 use crate::nbd::handshake::{ExportInfo, Negotiated};
-use crate::nbd::meta_context::{Context, Contexts};
+use crate::nbd::meta_context::Contexts;
 use crate::nbd::wire;
 use crate::nbd::wire::{MAX_STRING_BYTES, ReplyMode, RequestHeader};
 
@@ -19,7 +20,7 @@ const PREFERRED_BLOCK_BYTES: u32 = 4096;
 const ANY_FLAGS: u16 = wire::CMD_FLAG_FUA;
 
 /// The properties of `export` as told to clients: read from it now, neither assumed nor remembered.
-pub(crate) fn export_info(id: ExportId, export: &Export) -> ExportInfo {
+pub(crate) fn export_info(id: ExportId, export: &Export, bitmaps: Vec<BitmapName>) -> ExportInfo {
     let disk = export.disk();
     // A flush on one connection covers what was completed on all of them (C49).
     let mut flags = wire::FLAG_HAS_FLAGS
@@ -45,7 +46,8 @@ pub(crate) fn export_info(id: ExportId, export: &Export) -> ExportInfo {
         size: export.whole_blocks(disk.refresh().unwrap_or(disk.size())),
         transmission_flags: flags,
         // On a disk without a backing image everything is at depth 1.
-        contexts: Contexts::NONE.with(Context::BaseAllocation).with(Context::AllocationDepth),
+        contexts: Contexts::FIXED,
+        bitmaps,
         min_block: export.smallest_block() as u32,
         preferred_block: disk.alignment().offset.clamp(PREFERRED_BLOCK_BYTES, 1 << 20),
         max_payload: MAX_PAYLOAD_BYTES,
@@ -185,6 +187,7 @@ mod tests {
 
     use super::*;
     use crate::block_size::BlockSize;
+    use crate::nbd::meta_context::Context;
 
     fn export(description: &str) -> Export {
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -236,7 +239,7 @@ mod tests {
             (Some(BlockSize::Page), (4096, 4096), [true, false, false, false]),
         ] {
             let export = export("").with_block_size(block);
-            let told = export_info(ExportId(0), &export);
+            let told = export_info(ExportId(0), &export, Vec::new());
             assert_eq!(
                 (told.min_block, told.preferred_block, told.size),
                 (info.0, info.1, 1 << 20)
@@ -261,14 +264,15 @@ mod tests {
 
     #[test]
     fn both_contexts_are_offered_of_a_raw_image_too() {
-        let contexts = export_info(ExportId(0), &export("")).contexts;
+        let contexts = export_info(ExportId(0), &export(""), Vec::new()).contexts;
         assert!(contexts.has(Context::BaseAllocation) && contexts.has(Context::AllocationDepth));
     }
 
     /// NBD proto.md, "Conventions": a string MUST NOT contain NUL and MUST be at most 4096 bytes.
     #[test]
     fn nbd_must_the_description_of_an_export_is_a_string_of_the_protocol() {
-        let description = |words: &str| export_info(ExportId(0), &export(words)).description;
+        let info = |words: &str| export_info(ExportId(0), &export(words), Vec::new());
+        let description = |words: &str| info(words).description;
         assert_eq!(description("a disk"), "a disk");
         assert_eq!(description("a\0b"), "a");
         assert_eq!(description(&"x".repeat(5000)), "x".repeat(4096));

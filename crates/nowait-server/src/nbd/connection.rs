@@ -13,6 +13,7 @@ use nowait_nbd::tls_words::tls_message;
 use rustix::io::Errno;
 
 use crate::buffer_budget::BufferBudget;
+use crate::dirty_bitmaps::BitmapName;
 use crate::export::ExportId;
 use crate::injected_bug;
 use crate::injected_bug::ServerBug;
@@ -74,6 +75,8 @@ pub(crate) struct HandoffConnection {
     pub(crate) permit: ConnectionPermit,
     /// The use of its export, if it comes from a pause.
     pub(crate) used: Option<ExportUse>,
+    /// The dirty bitmaps that the client has selected.
+    pub(crate) bitmaps: Vec<BitmapName>,
 }
 
 impl HandoffConnection {
@@ -97,6 +100,7 @@ impl HandoffConnection {
             peer,
             permit,
             used: None,
+            bitmaps: Vec::new(),
         }
     }
 }
@@ -141,8 +145,9 @@ impl Connection {
         policy: SplitPolicy,
     ) -> Self {
         let HandoffConnection { socket, transport, phase, unparsed, unsent, due, .. } = arrival;
-        let HandoffConnection { discard, split, ended, peer, permit, used: _, .. } = arrival;
+        let HandoffConnection { discard, split, ended, peer, permit, bitmaps, .. } = arrival;
         let mut session = Session::new(phase, unparsed, discard, unsent);
+        session.bitmaps = bitmaps;
         if let Some(rest) = split {
             session.resume_split(rest, policy.fragment_bytes);
         }
@@ -192,7 +197,7 @@ impl Connection {
     /// Packs the connection for another thread. No request of it may be in the engine.
     pub(crate) fn into_handoff(self) -> HandoffConnection {
         let Self { socket, mut transport, session, due, peer, permit, .. } = self;
-        let Session { phase, input, unparsed, mut send_queue, discard_bytes: discard, .. } =
+        let Session { phase, input, unparsed, mut send_queue, discard_bytes, bitmaps, .. } =
             session;
         let unsent = send_queue.take_unsent();
         if let Transport::Tls(session) = &mut transport {
@@ -204,7 +209,7 @@ impl Connection {
             transport,
             phase,
             unparsed,
-            discard,
+            discard: discard_bytes,
             split,
             unsent,
             ended,
@@ -212,6 +217,7 @@ impl Connection {
             peer,
             permit,
             used: None,
+            bitmaps,
         }
     }
 

@@ -9,6 +9,8 @@ use std::time::Instant;
 
 use nowait::ByteRange;
 
+use crate::dirty_bitmaps::bitmap_spec::MAX_BITMAPS;
+use crate::dirty_bitmaps::{BitmapName, DirtyBitmaps};
 use crate::export::ExportId;
 use crate::nbd::command::TransmissionMode;
 use crate::nbd::connection::HandoffConnection;
@@ -31,6 +33,8 @@ pub struct ConnectionState {
     pub reply_mode: u8,
     /// The contexts of block status that the client has selected, one bit each.
     pub contexts: u8,
+    /// The names of the dirty bitmaps that it has selected, in the order of their ids.
+    pub bitmaps: Vec<String>,
     /// Bytes that the client still sends of a refused request, to be thrown away.
     pub discard: u64,
     /// The write of which a part was written already, and whose payload comes next.
@@ -90,7 +94,8 @@ impl ConnectionState {
         Some(socket.map(|socket| Self {
             socket,
             reply_mode: mode as u8,
-            contexts: contexts.bits(),
+            contexts: contexts.fixed_bits(),
+            bitmaps: connection.bitmaps.iter().map(|bitmap| bitmap.name.to_string()).collect(),
             discard: connection.discard,
             split: connection.split.as_ref().map(SplitState::of),
             unparsed: connection.unparsed.clone(),
@@ -99,19 +104,25 @@ impl ConnectionState {
         }))
     }
 
-    /// The connection of a client that has chosen `export`.
+    /// The connection of a client that has chosen `export`, whose dirty bitmaps are `all`.
     pub(crate) fn into_handoff(
         self,
         export: ExportId,
         permit: ConnectionPermit,
+        all: &DirtyBitmaps,
     ) -> HandoffConnection {
-        let Self { socket, reply_mode, contexts, discard, split, unparsed, unsent, ended } = self;
+        let Self { socket, reply_mode, contexts, bitmaps, .. } = self;
+        let Self { discard, split, unparsed, unsent, ended, .. } = self;
         let mode = match reply_mode {
             0 => ReplyMode::Simple,
             1 => ReplyMode::Structured,
             _ => ReplyMode::Extended,
         };
-        let contexts = Contexts::of_bits(contexts);
+        let known = all.names();
+        let found = |name: &String| known.iter().find(|it| *it.name == **name).cloned();
+        let named = |name: &String| found(name).unwrap_or_else(|| BitmapName::removed(name));
+        let bitmaps: Vec<_> = bitmaps.iter().take(MAX_BITMAPS).map(named).collect();
+        let contexts = Contexts::of_bits(contexts, bitmaps.len());
         let peer = Peer::of(&socket);
         permit.describe(FrontendKind::Nbd, peer.address());
         permit.mark_transmission(export, false);
@@ -128,6 +139,7 @@ impl ConnectionState {
             peer,
             permit,
             used: None,
+            bitmaps,
         }
     }
 }

@@ -4,6 +4,7 @@
 
 use super::handshake::{ExportInfo, Handshake, HandshakeProgress, TlsState};
 use super::wire;
+use crate::dirty_bitmaps::BitmapName;
 use crate::export::ExportId;
 use crate::nbd::meta_context::{Context, Contexts};
 
@@ -92,6 +93,7 @@ fn exports() -> Vec<ExportInfo> {
         size: 5 << 30,
         transmission_flags: wire::FLAG_SEND_FLUSH | wire::FLAG_SEND_DF,
         contexts,
+        bitmaps: ["a", "b:c"].map(BitmapName::removed).to_vec(),
         min_block: 1,
         preferred_block: 4096,
         max_payload: 32 << 20,

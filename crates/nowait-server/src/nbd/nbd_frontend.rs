@@ -359,7 +359,15 @@ impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
         } else if connection.session.input != ReadState::Aborted {
             let Some(served) = &connection.member.served else { return };
             let start = served.device.buffer_offset(request.header.offset);
-            let completed = CompletedRequest { completion, start, extents: &extents };
+            let dirty = match request.contexts.has_bitmap() && completion.io.op == Op::Status {
+                true => {
+                    let (all, block) = (&served.shared.bitmaps, served.export.smallest_block());
+                    connection.session.dirty_extents(all, (&request, completion.io), block)
+                }
+                false => Vec::new(),
+            };
+            let completed =
+                CompletedRequest { completion, start, extents: &extents, dirty: &dirty };
             connection.session.reply(&served.export, &request, completed);
         }
         context.schedule(member, &mut connection.member);

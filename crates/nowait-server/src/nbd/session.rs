@@ -7,14 +7,22 @@
 use nowait::{ByteRange, PooledBuffer, Request};
 use slab::Slab;
 
+use crate::dirty_bitmaps::dirty_bitmap::DirtyExtent;
+use crate::dirty_bitmaps::{BitmapName, DirtyBitmaps};
 use crate::export::Export;
 use crate::nbd::command::TransmissionMode;
 use crate::nbd::handshake::{Exports, Handshake, HandshakeProgress, Negotiated};
+use crate::nbd::meta_context::Context;
 use crate::nbd::reply::builder::{self, CompletedRequest, RequestContext};
 use crate::nbd::reply::send_queue::{ReplyBody, SendQueue};
+use crate::nbd::wire;
 use crate::nbd::wire::{ChunkPosition, ReplyEncoder};
 use crate::nbd::wire::{ReplyMode, RequestHeader};
 use crate::nbd::write_split::{IncomingSplitWrite, SplitWrite};
+
+/// Words of dirty bitmaps that are looked at for one block status request: it takes a thread well below a
+/// millisecond, and tells of 1 TiB at least with the usual granularity and one bitmap.
+const SEARCHED_WORDS: u64 = 1 << 18;
 
 /// The phase of a session.
 pub(crate) enum Phase {
@@ -81,6 +89,8 @@ pub(crate) struct Session {
     pub(crate) send_queue: SendQueue,
     /// Requests in the engine.
     pub(crate) in_flight: u32,
+    /// The dirty bitmaps that the client has selected.
+    pub(crate) bitmaps: Vec<BitmapName>,
 }
 
 impl Session {
@@ -107,6 +117,7 @@ impl Session {
             discard_bytes,
             send_queue,
             in_flight: 0,
+            bitmaps: Vec::new(),
         }
     }
 
@@ -122,6 +133,9 @@ impl Session {
         };
         let mut answer = Vec::new();
         let fed = handshake.feed(input, exports, &mut answer);
+        if let (_, HandshakeProgress::Transmission(_)) = fed {
+            self.bitmaps = handshake.take_bitmaps();
+        }
         if !answer.is_empty() {
             self.send_queue.push_bytes(answer);
         }
@@ -172,6 +186,29 @@ impl Session {
     ) {
         let Phase::Transmission(transmission) = self.phase else { return };
         builder::build_reply(&mut self.send_queue, export, transmission.mode, request, completed);
+    }
+
+    /// The extents of each of `all` bitmaps that the block status request `io` asks for, in the order of its contexts;
+    /// `None` for one that was removed.
+    #[cold]
+    pub(crate) fn dirty_extents(
+        &self,
+        all: &DirtyBitmaps,
+        (request, io): (&RequestContext, Request),
+        block: u64,
+    ) -> Vec<Option<Vec<DirtyExtent>>> {
+        let is_one = request.header.flags & wire::CMD_FLAG_REQ_ONE != 0;
+        let most = if is_one { 1 } else { builder::MAX_EXTENTS };
+        let words = SEARCHED_WORDS / request.contexts.len().max(1) as u64;
+        let numbers = request.contexts.iter().filter_map(|context| match context {
+            Context::DirtyBitmap(number) => Some(usize::from(number)),
+            _ => None,
+        });
+        let extents = |number: usize| {
+            let bitmap = all.get(self.bitmaps.get(number)?.id)?;
+            Some(bitmap.extents(io.range, block, most, words))
+        };
+        numbers.map(extents).collect()
     }
 
     /// Begins a split write with the range of `io`.

@@ -138,7 +138,10 @@ impl Shared {
     pub(crate) fn restore(self: &Arc<Self>, export: ExportId, state: ConnectionState) {
         match (self.limit.take(), self.registry.get(export)) {
             (Some(permit), Some(registered)) => {
-                self.serve_client(&registered, state.into_handoff(export, permit));
+                self.serve_client(
+                    &registered,
+                    state.into_handoff(export, permit, &registered.bitmaps),
+                );
             }
             (Some(_), None) => {}
             (None, _) => {

@@ -5,6 +5,7 @@
 
 mod guest;
 pub(crate) mod load;
+pub(crate) mod status_client;
 mod server;
 pub(crate) mod loop_device;
 

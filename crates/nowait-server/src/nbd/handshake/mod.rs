@@ -9,8 +9,9 @@
 use std::mem;
 use std::ops::ControlFlow::{self, Break, Continue};
 
+use crate::dirty_bitmaps::BitmapName;
 use crate::export::ExportId;
-use crate::nbd::meta_context::Contexts;
+use crate::nbd::meta_context::{ChosenContexts, Contexts};
 use crate::nbd::tls_config::Tls;
 use crate::nbd::wire::{
     self, Fields, Info, InfoOption, MAX_STRING_BYTES, MetaContextOption, OptionHeader, ReplyMode,
@@ -50,8 +51,10 @@ pub(crate) struct ExportInfo {
     /// `FLAG_*` of the transmission phase. `FLAG_HAS_FLAGS` is added; `FLAG_SEND_DF` is removed for
     /// clients without chunks; `FLAG_BLOCK_STATUS_PAYLOAD` is added for clients that can use it.
     pub(crate) transmission_flags: u16,
-    /// The contexts of its block status.
+    /// The contexts of its block status, those of its dirty bitmaps apart.
     pub(crate) contexts: Contexts,
+    /// Its dirty bitmaps.
+    pub(crate) bitmaps: Vec<BitmapName>,
     /// The smallest unit of offset and length, in bytes; a power of 2 up to 65536.
     pub(crate) min_block: u32,
     /// The smallest unit that is served efficiently, in bytes; a power of 2, at least 512.
@@ -103,10 +106,10 @@ pub(crate) struct Negotiated {
 }
 
 /// The selection of `OPT_SET_META_CONTEXT`.
-#[derive(Clone, Copy)]
 struct Selected {
     export: ExportId,
     contexts: Contexts,
+    bitmaps: Vec<BitmapName>,
 }
 
 /// The TLS state of a connection (NBD proto.md, "Server-side requirements").
@@ -471,18 +474,16 @@ impl Handshake {
         }
         let request = MetaContextOption::parse(data).ok_or(OptionError::MALFORMED)?;
         let export = exports.info(request.export).ok_or(OptionError::NO_SUCH_EXPORT)?;
-        let queries = &request.queries;
         let select = option == wire::OPT_SET_META_CONTEXT;
-        let chosen = export.contexts.filter(|context| match select {
-            true => queries.contains(&context.name()),
-            false => queries.is_empty() || queries.iter().any(|query| context.is_listed_by(query)),
-        });
+        let all = (export.contexts, &export.bitmaps[..]);
+        let ChosenContexts { contexts, names, bitmaps } =
+            ChosenContexts::of(select, &request.queries, all);
         if select {
-            self.selected = Some(Selected { export: export.id, contexts: chosen });
+            self.selected = Some(Selected { export: export.id, contexts, bitmaps });
         }
-        for context in chosen.iter() {
+        for (context, name) in names {
             let id = if select { context.id() } else { RESERVED_CONTEXT_ID };
-            let data: [&[u8]; 2] = [&id.to_be_bytes(), context.name().as_bytes()];
+            let data: [&[u8]; 2] = [&id.to_be_bytes(), name.as_bytes()];
             option_reply(out, option, wire::REP_META_CONTEXT, &data);
         }
         Ok(())
@@ -490,8 +491,13 @@ impl Handshake {
 
     /// The contexts that the client has selected for `export` so far.
     fn contexts_of(&self, export: ExportId) -> Contexts {
-        let selected = self.selected.filter(|selected| selected.export == export);
+        let selected = self.selected.as_ref().filter(|selected| selected.export == export);
         selected.map_or(Contexts::NONE, |selected| selected.contexts)
+    }
+
+    /// The dirty bitmaps that the client has selected, once, after the end of the handshake.
+    pub(crate) fn take_bitmaps(&mut self) -> Vec<BitmapName> {
+        self.selected.take().map(|selected| selected.bitmaps).unwrap_or_default()
     }
 
     fn transmission_flags(&self, export: &ExportInfo) -> u16 {

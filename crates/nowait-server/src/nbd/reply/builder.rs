@@ -5,10 +5,11 @@
 
 use nowait::{ByteRange, Completion, ExtentStatus, Op, PooledBuffer, Request};
 
+use crate::dirty_bitmaps::dirty_bitmap::DirtyExtent;
 use crate::export::{Export, result};
 use crate::injected_bug;
 use crate::injected_bug::ServerBug;
-use crate::nbd::meta_context::{Context, Contexts};
+use crate::nbd::meta_context::{Context, Contexts, dirty_flags};
 use crate::nbd::reply::send_queue::{Chunk, Chunks, MAX_CHUNKS, ReplyBody, SendQueue};
 use crate::nbd::reply::whole_blocks::whole_blocks;
 use crate::nbd::wire;
@@ -19,7 +20,7 @@ use crate::nbd::wire::{ReplyMode, RequestHeader};
 /// about as much as the copy of some KiB.
 const SPLIT_FROM_BYTES: u64 = 64 << 10;
 /// The most extents of one block status chunk.
-const MAX_EXTENTS: usize = 4096;
+pub(crate) const MAX_EXTENTS: usize = 4096;
 
 /// The part of a request that is kept until it is answered.
 #[derive(Clone, Copy)]
@@ -38,6 +39,8 @@ pub(crate) struct CompletedRequest<'a> {
     pub(crate) start: usize,
     /// The extents of a status request.
     pub(crate) extents: &'a [ExtentStatus],
+    /// Those of each dirty bitmap that it asks for; `None` if there is no such bitmap any more.
+    pub(crate) dirty: &'a [Option<Vec<DirtyExtent>>],
 }
 
 /// Bytes that a request holds until its reply has been sent: its payload, or the most extents that
@@ -108,7 +111,7 @@ pub(crate) fn build_reply(
     request: &RequestContext,
     completed: CompletedRequest<'_>,
 ) {
-    let CompletedRequest { completion, start, extents } = completed;
+    let CompletedRequest { completion, start, extents, dirty } = completed;
     let header = &request.header;
     if let Err(errno) = result(&completion) {
         return out.push(status_reply(mode, header, errno), ReplyBody::None, request.budget_used);
@@ -136,8 +139,8 @@ pub(crate) fn build_reply(
             out.push(head, body, request.budget_used);
         }
         (Op::Status, _) => match export.smallest_block() {
-            0..=1 => status(out, mode, request, extents),
-            block => status(out, mode, request, &whole_blocks(extents, block)),
+            0..=1 => status(out, mode, request, (extents, dirty)),
+            block => status(out, mode, request, (&whole_blocks(extents, block), dirty)),
         },
         (Op::Flush, _) if injected_bug::injected(ServerBug::ReplyTwice) => {
             out.push(status_reply(mode, header, 0), ReplyBody::None, 0);
@@ -212,13 +215,15 @@ fn push_chunks(out: &mut SendQueue, buf: PooledBuffer, list: Vec<Chunk>, held: u
     out.push(EncodedHeader::EMPTY, ReplyBody::Chunks(Box::new(Chunks { buf, list })), held);
 }
 
-/// Pushes one chunk for each context; the request's budget is released with the last.
+/// Pushes one chunk for each context, an error for a dirty bitmap that was removed; the request's budget is released
+/// with the last.
 fn status(
     out: &mut SendQueue,
     mode: ReplyMode,
     request: &RequestContext,
-    extents: &[ExtentStatus],
+    (extents, dirty): (&[ExtentStatus], &[Option<Vec<DirtyExtent>>]),
 ) {
+    let mut dirty = dirty.iter();
     let answer = ReplyEncoder::to(mode, &request.header);
     let one = request.header.flags & wire::CMD_FLAG_REQ_ONE != 0;
     let mut left = request.contexts.len();
@@ -228,10 +233,28 @@ fn status(
             0 => (ChunkPosition::Last, request.budget_used),
             _ => (ChunkPosition::NotLast, 0),
         };
-        let list = extent_list(mode, context, extents, if one { 1 } else { MAX_EXTENTS });
+        let list = match context {
+            Context::DirtyBitmap(_) => {
+                match dirty.next().and_then(Option::as_ref).filter(|extents| !extents.is_empty()) {
+                    Some(extents) => dirty_list(mode, extents),
+                    None => {
+                        out.push(answer.error_at(place, wire::EINVAL), ReplyBody::None, held);
+                        continue;
+                    }
+                }
+            }
+            _ => extent_list(mode, context, extents, if one { 1 } else { MAX_EXTENTS }),
+        };
         let head = answer.status(place, context.id(), &list);
         out.push(head, ReplyBody::Bytes(list.into_bytes()), held);
     }
+}
+
+/// The extents of a dirty bitmap.
+fn dirty_list(mode: ReplyMode, extents: &[DirtyExtent]) -> ExtentList {
+    let mut list = ExtentList::with_capacity(mode, extents.len());
+    extents.iter().for_each(|extent| list.push(extent.len, dirty_flags(extent.is_dirty)));
+    list
 }
 
 /// At most `limit` extents. Neighbours with equal flags are merged; together they are no longer

@@ -17,7 +17,7 @@ fn nbd_should_meta_contexts_before_structured_replies_are_invalid() {
 fn nbd_must_list_meta_context_lists_all_without_queries_and_by_name_and_wildcard() {
     let kind = wire::OPT_LIST_META_CONTEXT;
     let listed = |queries: &[&str]| {
-        let (step, seen) = fixed(&[structured(), option(kind, &context_data("", queries))]);
+        let (step, seen) = fixed(&[structured(), option(kind, &context_data("other", queries))]);
         assert_eq!(step, HandshakeProgress::More);
         assert_eq!(*seen.last().unwrap(), (kind, wire::REP_ACK, vec![]));
         seen[1..seen.len() - 1].to_vec()
@@ -31,6 +31,51 @@ fn nbd_must_list_meta_context_lists_all_without_queries_and_by_name_and_wildcard
     for unknown in ["base:other", "qemu:", "base", "", "x:base:allocation"] {
         assert_eq!(listed(&[unknown]), [], "{unknown}");
     }
+}
+
+#[test]
+fn dirty_bitmaps_are_listed_by_name_by_their_namespace_and_by_that_of_qemu() {
+    let kind = wire::OPT_LIST_META_CONTEXT;
+    let listed = |queries: &[&str]| {
+        let (_, seen) = fixed(&[structured(), option(kind, &context_data("disk", queries))]);
+        assert_eq!(*seen.last().unwrap(), (kind, wire::REP_ACK, vec![]));
+        let name = |(_, _, data): &Reply| {
+            assert_eq!(data[..4], [0; 4]);
+            String::from_utf8(data[4..].to_vec()).unwrap()
+        };
+        seen[1..seen.len() - 1].iter().map(name).collect::<Vec<_>>()
+    };
+    let both = ["qemu:dirty-bitmap:monday", "qemu:dirty-bitmap:a:b"];
+    assert_eq!(listed(&[]), ["base:allocation", both[0], both[1]]);
+    assert_eq!(listed(&["qemu:"]), both);
+    assert_eq!(listed(&["qemu:dirty-bitmap:"]), both);
+    assert_eq!(listed(&["qemu:dirty-bitmap:a:b"]), both[1..]);
+    for unknown in
+        ["qemu:dirty-bitmap", "qemu:dirty-bitmap:a:", "qemu:dirty-bitmap:other", "monday", ""]
+    {
+        assert_eq!(listed(&[unknown]), [""; 0], "{unknown}");
+    }
+}
+
+#[test]
+fn dirty_bitmaps_are_selected_by_their_names_only_and_numbered_in_their_order() {
+    let selected = |queries: &[&str]| {
+        let (_, seen) = fixed(&[structured(), set("disk", queries)]);
+        let id = |(_, kind, data): &Reply| {
+            assert_eq!(*kind, wire::REP_META_CONTEXT);
+            let (id, name) = data.split_first_chunk().unwrap();
+            (u32::from_be_bytes(*id), String::from_utf8(name.to_vec()).unwrap())
+        };
+        seen[1..seen.len() - 1].iter().map(id).collect::<Vec<_>>()
+    };
+    let [first, second] = ["qemu:dirty-bitmap:monday", "qemu:dirty-bitmap:a:b"];
+    let all = [(1, BASE_ALLOCATION.into()), (3, first.into()), (4, second.into())];
+    assert_eq!(selected(&[second, BASE_ALLOCATION, first]), all);
+    assert_eq!(selected(&[second]), [(3, second.into())]);
+    assert_eq!(selected(&["qemu:", "qemu:dirty-bitmap:", "qemu:dirty-bitmap:other"]), []);
+    let chosen = negotiated(&[set("disk", &[second])], "disk").contexts;
+    assert_eq!(chosen, Contexts::NONE.with(Context::DirtyBitmap(0)));
+    assert_eq!(negotiated(&[set("other", &[second])], "other").contexts, Contexts::NONE);
 }
 
 #[test]

@@ -22,7 +22,10 @@ const REFUSED: u32 = 1 << 31;
 const OPT_PEEK_EXPORT: u32 = 4;
 
 const ALLOCATION: Contexts = Contexts::NONE.with(Context::BaseAllocation);
-const BASE_ALLOCATION: &str = Context::BaseAllocation.name();
+const BASE_ALLOCATION: &str = Context::BaseAllocation.fixed_name();
+
+/// Dirty bitmaps of the first export.
+const BITMAPS: [&str; 2] = ["monday", "a:b"];
 
 const DISK_FLAGS: u16 = wire::FLAG_SEND_FLUSH | wire::FLAG_SEND_DF;
 const DISK_BYTES: u64 = 5 << 30;
@@ -35,6 +38,10 @@ fn exports() -> Vec<ExportInfo> {
         size: DISK_BYTES,
         transmission_flags: DISK_FLAGS,
         contexts: ALLOCATION,
+        bitmaps: match id {
+            0 => BITMAPS.map(BitmapName::removed).to_vec(),
+            _ => Vec::new(),
+        },
         min_block: 1,
         preferred_block: 4096,
         max_payload: 32 << 20,

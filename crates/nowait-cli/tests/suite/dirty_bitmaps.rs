@@ -1,0 +1,353 @@
+//! Dirty bitmaps of a running server: added, changed and read by commands, by HTTP and by clients of NBD.
+//!
+//! Invariant: a model in the test knows what was changed; what the server tells is compared with it.
+
+use nowait_testkit::nbd::{Client, Command, EINVAL, Mode, REQ_ONE};
+use nowait_testkit::{Random, require_tool, seed, tool};
+use serde_json::{Value, json};
+
+use crate::common::status_client::StatusClient;
+use crate::common::{Finished, KIB, MIB, Scratch, Server, refusal, text};
+use crate::control::Controlled;
+use crate::upgrade::Upgraded;
+
+/// The granularity of a bitmap without another one.
+const USUAL: u64 = 64 * KIB;
+
+/// The bitmaps of an export as JSON.
+fn listed(it: &Controlled) -> Value {
+    let text = it.nowait(&["export", "bitmap", "list", "", "--json"]).succeeds();
+    serde_json::from_str(&text).expect("JSON")
+}
+
+fn bitmap(name: &str, granularity: u64, enabled: bool, dirty: u64) -> Value {
+    json!({"name": name, "granularity_bytes": granularity, "enabled": enabled, "dirty_bytes": dirty})
+}
+
+/// Runs `nowait export bitmap ACTION "" …`.
+fn change(it: &Controlled, action: &str, rest: &[&str]) {
+    let said = it.nowait(&[&["export", "bitmap", action, ""], rest].concat()).succeeds();
+    assert_eq!(said, "");
+}
+
+#[test]
+fn bitmaps_are_added_listed_cleared_merged_disabled_and_removed_by_commands() {
+    let it = Controlled::start();
+    let mut client = it.server.connect();
+    client.write(0, &[1; 4096]).expect("a write before there is a bitmap");
+    assert_eq!(listed(&it), json!([]));
+    change(&it, "add", &["a"]);
+    change(&it, "add", &["b", "--granularity", "4K", "--disabled"]);
+    client.write(MIB, &[1; 4096]).expect("a write");
+    client.read(2 * MIB, 4096).expect("a read changes nothing");
+    assert_eq!(listed(&it), json!([bitmap("a", USUAL, true, USUAL), bitmap("b", 4096, false, 0)]));
+    change(&it, "enable", &["b"]);
+    client.call(&Command::Trim { offset: 4 * MIB, len: 8192 }).expect("a discard");
+    client.call(&Command::Zero { offset: 5 * MIB + 1, len: 1, keep: true }).expect("zeros");
+    change(&it, "disable", &["a"]);
+    client.write(6 * MIB, &[1; 512]).expect("a write");
+    let all = [bitmap("a", USUAL, false, 3 * USUAL), bitmap("b", 4096, true, 4 * 4096)];
+    assert_eq!(listed(&it), json!(all));
+    let said = it.nowait(&["export", "bitmap", "list", ""]).succeeds();
+    let lines: Vec<Vec<_>> = said.lines().map(|line| line.split_whitespace().collect()).collect();
+    assert_eq!(lines[0], ["bitmap", "granularity", "dirty", "enabled"]);
+    assert_eq!(lines[1], ["a", "64", "KiB", "192", "KiB", "no"]);
+    change(&it, "merge", &["a", "b"]);
+    assert_eq!(listed(&it)[0], bitmap("a", USUAL, false, 4 * USUAL));
+    change(&it, "clear", &["a"]);
+    assert_eq!(listed(&it), json!([bitmap("a", USUAL, false, 0), all[1]]));
+    change(&it, "remove", &["a"]);
+    assert_eq!(listed(&it), json!([all[1]]));
+    for (arguments, why) in [
+        (&["clear", "", "a"][..], "there is no such bitmap"),
+        (&["merge", "", "b", "a"], "there is no such bitmap"),
+        (&["add", "", "b"], "there is a bitmap of that name"),
+        (&["list", "other"], "there is no such export"),
+    ] {
+        let mut command = it.nowait(&[&["export", "bitmap"], arguments].concat());
+        assert!(command.fails().contains(why), "{arguments:?}");
+    }
+    for arguments in [&["a\n"][..], &[""], &["c", "--granularity", "3K"]] {
+        it.nowait(&[&["export", "bitmap", "add", ""], arguments].concat()).fails();
+    }
+    it.server.stop();
+}
+
+#[test]
+fn bitmaps_are_changed_by_http_and_what_cannot_be_is_refused_in_one_line() {
+    if !require_tool("curl") {
+        return;
+    }
+    let it = Controlled::start();
+    let all = "/v1/exports/@0/bitmaps";
+    let a = bitmap("a/ü", 512, true, 0);
+    let added = json!({"name": "a/ü", "granularity_bytes": 512});
+    assert_eq!(it.json("POST", all, Some(added.clone()), 201), a);
+    let path = format!("{all}/a%2F%C3%BC");
+    it.server.connect().write(4096, &[1; 512]).expect("a write");
+    assert_eq!(it.json("GET", all, None, 200), json!([bitmap("a/ü", 512, true, 512)]));
+    let off = it.json("PATCH", &path, Some(json!({"enabled": false})), 200);
+    assert_eq!(off, bitmap("a/ü", 512, false, 512));
+    it.json("POST", all, Some(json!({"name": "b", "enabled": false})), 201);
+    let merge = Some(json!({"sources": ["a/ü"]}));
+    let merged = it.json("POST", &format!("{all}/b/merge"), merge, 200);
+    assert_eq!(merged, bitmap("b", USUAL, false, USUAL));
+    it.json("POST", &format!("{path}/clear"), None, 204);
+    for (method, path, body, status) in [
+        ("POST", all, Some(added), 409),
+        ("POST", all, Some(json!({"name": ""})), 400),
+        ("POST", all, Some(json!({"name": "x".repeat(1024)})), 400),
+        ("POST", all, Some(json!({"name": "c", "granularity_bytes": 100})), 400),
+        ("POST", all, Some(json!({"name": "c", "more": 1})), 400),
+        ("POST", &format!("{all}/b/merge"), Some(json!({"sources": ["none"]})), 404),
+        ("PATCH", &format!("{all}/none"), Some(json!({"enabled": true})), 404),
+        ("DELETE", &format!("{all}/%ff"), None, 400),
+        ("GET", "/v1/exports/none/bitmaps", None, 404),
+    ] {
+        it.refusal(method, path, body, status);
+    }
+    it.json("DELETE", &path, None, 204);
+    for number in 0..31 {
+        it.json("POST", all, Some(json!({"name": number.to_string()})), 201);
+    }
+    let why = it.refusal("POST", all, Some(json!({"name": "one more"})), 409);
+    assert_eq!(why, "an export has at most 32 bitmaps");
+    it.server.stop();
+}
+
+#[test]
+fn a_bitmap_of_the_start_has_every_change_from_the_first_on() {
+    let scratch = Scratch::new();
+    let images = ["a.img", "b.img"].map(|name| scratch.sparse(name, 8 * MIB));
+    let named = format!("two={}", images[1].display());
+    let arguments = [&named, "--bitmap", "x", "--bitmap", "two=y", "--bitmap", "=z=1"];
+    let server = Server::start(&images[0], &arguments);
+    server.connect().write(MIB, &[1; 512]).expect("a write");
+    let queries = ["qemu:dirty-bitmap:x", "qemu:dirty-bitmap:y", "qemu:dirty-bitmap:z=1"];
+    let mut client = StatusClient::connect(&server.socket(), "", Mode::Extended, &queries);
+    assert_eq!(client.contexts.len(), 2);
+    for name in ["x", "z=1"] {
+        let dirty = client.dirty(name, 8 * MIB, USUAL, 0);
+        let ones: Vec<_> = (0..dirty.len()).filter(|at| dirty[*at]).collect();
+        assert_eq!(ones, [16]);
+    }
+    let mut other = StatusClient::connect(&server.socket(), "two", Mode::Extended, &queries);
+    assert_eq!(other.contexts.values().collect::<Vec<_>>(), [queries[1]]);
+    assert!(!other.dirty("y", 8 * MIB, USUAL, 0).contains(&true));
+    server.stop();
+    for (bitmap, why) in
+        [("three=x", "no image has the name 'three'"), ("a\n", "control characters")]
+    {
+        let refused = refusal(&["serve", text(&images[0]), "--bitmap", bitmap]);
+        assert!(refused.error.contains(why), "{}", refused.error);
+    }
+}
+
+/// What a model of bitmaps knows: whether each granule is dirty.
+struct Model {
+    name: &'static str,
+    granularity: u64,
+    is_enabled: bool,
+    granules: Vec<bool>,
+}
+
+impl Model {
+    fn mark(&mut self, offset: u64, len: u64) {
+        let range = offset / self.granularity..(offset + len).div_ceil(self.granularity);
+        if self.is_enabled {
+            self.granules[range.start as usize..range.end as usize].fill(true);
+        }
+    }
+
+    /// Units of `unit` bytes, of which a granule has several, or the other way around.
+    fn merge(&mut self, other: &Self) {
+        for (at, _) in other.granules.iter().enumerate().filter(|(_, dirty)| **dirty) {
+            let at = at as u64 * other.granularity;
+            let (from, to) =
+                (at / self.granularity, (at + other.granularity).div_ceil(self.granularity));
+            let to = (to as usize).min(self.granules.len());
+            self.granules[from as usize..to].fill(true);
+        }
+    }
+
+    fn resize(&mut self, size: u64) {
+        self.granules.resize(size.div_ceil(self.granularity) as usize, false);
+    }
+}
+
+/// A change by one of `clients` of a disk of `size` bytes.
+fn random_change(random: &mut Random, clients: &mut [Client], size: u64) -> (u64, u64) {
+    let most = [512, 20 * KIB, 300 * KIB][random.below(3) as usize];
+    let len = 1 + random.below(most);
+    let offset = random.below(size - len);
+    let which = random.below(clients.len() as u64) as usize;
+    let (data, short) = (vec![1; len as usize], len as u32);
+    let command = match random.below(4) {
+        0 => Command::Trim { offset, len: short },
+        1 => Command::Zero { offset, len: short, keep: random.chance(50) },
+        _ => Command::Write { offset, data, fua: random.chance(10) },
+    };
+    clients[which].call(&command).expect("a change");
+    (offset, len)
+}
+
+fn compare(it: &Upgraded, models: &[Model], size: u64, random: &mut Random) {
+    let names = models.iter().map(|model| format!("qemu:dirty-bitmap:{}", model.name));
+    let names: Vec<_> =
+        names.chain(["base:allocation".into(), "qemu:allocation-depth".into()]).collect();
+    let queries: Vec<&str> = names.iter().map(|name| &**name).collect();
+    for mode in Mode::CHUNKED {
+        let mut client = StatusClient::connect(&it.socket(), "", mode, &queries);
+        assert_eq!(client.contexts.len(), names.len());
+        for model in models {
+            let flags = if random.chance(30) { REQ_ONE } else { 0 };
+            let told = client.dirty(model.name, size, model.granularity, flags);
+            assert_eq!(told, model.granules, "{} in {mode:?}", model.name);
+        }
+    }
+}
+
+#[test]
+fn bitmaps_are_those_of_a_model_through_changes_resizes_snapshots_and_upgrades() {
+    let mut random = Random::from_seed(seed());
+    for format in ["raw", "qcow2"] {
+        let directory = Scratch::new();
+        let allow = ["--allow-dir", text(directory.path())];
+        let mut it = Upgraded::start(format, &allow);
+        let mut size = 64 * MIB;
+        let mut models = [("a", 512), ("b", 64 * KIB), ("c", MIB)].map(|(name, granularity)| {
+            let size_of_one = granularity.to_string();
+            let add = ["export", "bitmap", "add", "", name, "--granularity", &size_of_one];
+            it.command(&add).succeeds();
+            let granules = vec![false; (size / granularity) as usize];
+            Model { name, granularity, is_enabled: true, granules }
+        });
+        let mut clients = vec![it.connect(), it.connect(), it.connect()];
+        for step in 0..12 {
+            for _ in 0..20 {
+                let (offset, len) = random_change(&mut random, &mut clients, size);
+                models.iter_mut().for_each(|model| model.mark(offset, len));
+            }
+            let which = random.below(3) as usize;
+            let name = models[which].name;
+            let change = |arguments: &[&str]| {
+                it.command(&[&["export", "bitmap"], arguments].concat()).succeeds();
+            };
+            match step {
+                0 | 1 => {
+                    change(&["clear", "", name]);
+                    models[which].granules.fill(false);
+                }
+                2 | 3 => {
+                    models[which].is_enabled = !models[which].is_enabled;
+                    change(&[
+                        ["disable", "enable"][usize::from(models[which].is_enabled)],
+                        "",
+                        name,
+                    ]);
+                }
+                4 | 5 => {
+                    let other = (which + 1) % 3;
+                    change(&["merge", "", name, models[other].name]);
+                    let [one, other] = models.get_disjoint_mut([which, other]).expect("two");
+                    one.merge(other);
+                }
+                6 | 8 => {
+                    size = if step == 6 { 80 * MIB } else { 48 * MIB };
+                    let new = size.to_string();
+                    it.command(&["export", "resize", "", &new, "--shrink"]).succeeds();
+                    models.iter_mut().for_each(|model| model.resize(size));
+                }
+                7 => {
+                    let overlay = directory.join("overlay.qcow2");
+                    it.command(&["export", "snapshot", "", text(&overlay)]).succeeds();
+                }
+                _ => drop(it.upgrade()),
+            }
+            compare(&it, &models, size, &mut random);
+        }
+    }
+}
+
+#[test]
+fn a_client_goes_on_with_its_bitmaps_after_an_upgrade_and_gets_errors_of_one_that_was_removed() {
+    let mut it = Upgraded::start("raw", &["--bitmap", "a", "--bitmap", "b"]);
+    let queries = ["base:allocation", "qemu:dirty-bitmap:a", "qemu:dirty-bitmap:b"];
+    let connect =
+        |queries: &[&str]| StatusClient::connect(&it.socket(), "", Mode::Extended, queries);
+    let (mut both, mut second) = (connect(&queries), connect(&queries[2..]));
+    it.connect().write(MIB, &[1; 512]).expect("a write");
+    let before = both.status(0, 8 * MIB, 0).expect("a map");
+    it.upgrade();
+    assert_eq!(both.status(0, 8 * MIB, 0).expect("a map"), before);
+    for again in [false, true] {
+        if again {
+            it.command(&["export", "bitmap", "add", "", "a"]).succeeds();
+        } else {
+            it.command(&["export", "bitmap", "remove", "", "a"]).succeeds();
+        }
+        assert_eq!(both.status(0, 8 * MIB, 0), Err(EINVAL), "it has selected another bitmap");
+        let map = second.status(0, 8 * MIB, 0).expect("a map");
+        assert_eq!(map.values().next(), before.values().last());
+        it.upgrade();
+    }
+    let [id] = [*both.contexts.keys().next().expect("a context")];
+    assert_eq!(id, 1);
+}
+
+#[test]
+fn a_read_only_export_has_bitmaps_that_stay_clean() {
+    let scratch = Scratch::new();
+    let arguments = ["--read-only", "--bitmap", "a"];
+    let server = Server::start(&scratch.sparse("disk.img", 8 * MIB), &arguments);
+    server.connect().write(0, &[1; 512]).expect_err("it is read-only");
+    let queries = ["qemu:dirty-bitmap:a"];
+    let mut client = StatusClient::connect(&server.socket(), "", Mode::Structured, &queries);
+    assert!(!client.dirty("a", 8 * MIB, USUAL, REQ_ONE).contains(&true));
+    server.stop();
+}
+
+#[test]
+fn nbdinfo_and_qemu_img_read_a_bitmap() {
+    let scratch = Scratch::new();
+    let server = Server::start(&scratch.sparse("disk.img", 8 * MIB), &["--bitmap", "täglich"]);
+    let mut client = server.connect();
+    client.write(MIB, &[1; 4096]).expect("a write");
+    client.call(&Command::Trim { offset: 7 * MIB, len: MIB as u32 }).expect("a discard");
+    let wanted = [
+        (0, MIB, false),
+        (MIB, USUAL, true),
+        (MIB + USUAL, 6 * MIB - USUAL, false),
+        (7 * MIB, MIB, true),
+    ];
+    if require_tool("nbdinfo") {
+        let map =
+            tool("nbdinfo").args(["--map=qemu:dirty-bitmap:täglich", server.uri()]).succeeds();
+        let number = |word: &str| word.parse::<u64>().expect("a number");
+        let line = |line: &str| {
+            let words: Vec<_> = line.split_whitespace().collect();
+            (number(words[0]), number(words[1]), words[2] == "1")
+        };
+        assert_eq!(map.lines().map(line).collect::<Vec<_>>(), wanted);
+        let listed = tool("nbdinfo").arg(server.uri()).succeeds();
+        assert!(listed.contains("qemu:dirty-bitmap:täglich"), "{listed}");
+    }
+    if require_tool("qemu-img") {
+        let socket = server.socket();
+        let options = format!(
+            "driver=nbd,server.type=unix,server.path={},x-dirty-bitmap=qemu:dirty-bitmap:täglich",
+            socket.display()
+        );
+        let map =
+            tool("qemu-img").args(["map", "--output=json", "--image-opts", &options]).succeeds();
+        let map: Value = serde_json::from_str(&map).expect("JSON");
+        // QEMU shows what is dirty as a hole without data.
+        let extent = |it: &Value| {
+            let number = |key: &str| it[key].as_u64().expect("a number");
+            (number("start"), number("length"), it["data"] == false)
+        };
+        let told: Vec<_> = map.as_array().expect("extents").iter().map(extent).collect();
+        assert_eq!(told, wanted);
+    }
+    server.stop();
+}

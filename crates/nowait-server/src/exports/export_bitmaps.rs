@@ -1,0 +1,122 @@
+//! Dirty bitmaps of the exports of a server, from any thread.
+//!
+//! Invariant: bitmaps are an export's, not its image's: they stay when the image is exchanged.
+
+use std::fs::File;
+use std::io::Read;
+use std::sync::Arc;
+
+use crate::dirty_bitmaps::bitmap_spec::{BitmapError, BitmapSpec, BitmapStatus, RestoreError};
+use crate::export::ExportId;
+use crate::exports::Exports;
+use crate::registered_export::RegisteredExport;
+
+impl Exports {
+    /// Adds a dirty bitmap to an export: changes that end from now on are marked in it if it is enabled.
+    ///
+    /// # Errors
+    /// Any [`BitmapError`] but [`BitmapError::NoBitmap`].
+    pub fn add_bitmap(&self, id: ExportId, spec: &BitmapSpec) -> Result<(), BitmapError> {
+        let registered = self.of_bitmaps(id)?;
+        let export = registered.export();
+        registered.bitmaps.add(spec, export.disk().size(), export.smallest_block())
+    }
+
+    /// Adds a bitmap that another process has saved by [`Exports::save_bitmap`] to `content`; without that, or if it
+    /// is not whole, all of it is dirty.
+    ///
+    /// # Errors
+    /// Whether and why it has all dirty, or is not there.
+    pub fn restore_bitmap(
+        &self,
+        id: ExportId,
+        spec: &BitmapSpec,
+        content: Option<&mut dyn Read>,
+    ) -> Result<(), RestoreError> {
+        let registered = self.of_bitmaps(id).map_err(RestoreError::NotAdded)?;
+        registered.bitmaps.restore(spec, content, registered.export().disk().size())
+    }
+
+    /// Writes the bits of a bitmap to an empty `file`, as many as the disk needs: a bit for each granule, of bytes the
+    /// lowest first. The export is paused.
+    ///
+    /// # Errors
+    /// One line that says why the file does not have them.
+    pub fn save_bitmap(&self, id: ExportId, name: &str, file: &File) -> Result<(), String> {
+        let registered = self.of_bitmaps(id).map_err(|error| error.to_string())?;
+        registered.bitmaps.save(name, registered.export().disk().size(), file)
+    }
+
+    /// The bitmaps of an export in the order of their addition.
+    ///
+    /// # Errors
+    /// [`BitmapError::NoExport`].
+    pub fn bitmaps(&self, id: ExportId) -> Result<Vec<BitmapStatus>, BitmapError> {
+        let registered = self.of_bitmaps(id)?;
+        Ok(registered.bitmaps.status(registered.export().disk().size()))
+    }
+
+    /// What the bitmaps of an export are, in the order of their addition. None if there is no such export.
+    #[must_use]
+    pub fn bitmap_specs(&self, id: ExportId) -> Vec<BitmapSpec> {
+        self.of_bitmaps(id).map(|registered| registered.bitmaps.specs()).unwrap_or_default()
+    }
+
+    /// Removes a bitmap. A client that has selected it gets errors in its place.
+    ///
+    /// # Errors
+    /// [`BitmapError::NoExport`], [`BitmapError::NoBitmap`].
+    pub fn remove_bitmap(&self, id: ExportId, name: &str) -> Result<(), BitmapError> {
+        self.of_bitmaps(id)?.bitmaps.remove(name)?;
+        self.0.review_exports();
+        Ok(())
+    }
+
+    /// Marks all of a bitmap as clean. A change that ends after this has returned is marked.
+    ///
+    /// # Errors
+    /// As [`Exports::remove_bitmap`].
+    pub fn clear_bitmap(&self, id: ExportId, name: &str) -> Result<(), BitmapError> {
+        self.of_bitmaps(id)?.bitmaps.clear(name)
+    }
+
+    /// Has changes that end from now on marked in a bitmap, or no more.
+    ///
+    /// # Errors
+    /// As [`Exports::remove_bitmap`].
+    pub fn enable_bitmap(
+        &self,
+        id: ExportId,
+        name: &str,
+        enabled: bool,
+    ) -> Result<(), BitmapError> {
+        self.of_bitmaps(id)?.bitmaps.set_enabled(name, enabled)
+    }
+
+    /// Marks in bitmap `target` what is dirty in any of `sources`, which stay as they are. The granularities may
+    /// differ: what a dirty granule touches is dirty.
+    ///
+    /// # Errors
+    /// As [`Exports::remove_bitmap`], of any of the names; then nothing was merged.
+    pub fn merge_bitmaps(
+        &self,
+        id: ExportId,
+        target: &str,
+        sources: &[String],
+    ) -> Result<(), BitmapError> {
+        let registered = self.of_bitmaps(id)?;
+        registered.bitmaps.merge(target, sources, registered.export().disk().size())
+    }
+
+    /// Gives the bitmaps of an export the bits that its disk will need with `size` bytes.
+    ///
+    /// # Errors
+    /// [`BitmapError::NoExport`], [`BitmapError::TooLarge`], [`BitmapError::NoMemory`].
+    pub fn cover_with_bitmaps(&self, id: ExportId, size: u64) -> Result<(), BitmapError> {
+        self.of_bitmaps(id)?.bitmaps.cover(size)
+    }
+
+    fn of_bitmaps(&self, id: ExportId) -> Result<Arc<RegisteredExport>, BitmapError> {
+        self.0.registry.served_export(id).ok_or(BitmapError::NoExport)
+    }
+}
