@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use nowait::{BlockDevice, Config, OpenOptions, Uring};
-use nowait_server::{AnyExport, Export, Listener, Options, QueueKind, Server};
+use nowait_server::{AnyExport, BitmapSpec, Export, Listener, Options, QueueKind, Server};
 use nowait_testkit::allocations::{Counting, allocations};
 use nowait_testkit::nbd::{READ, REQUEST_MAGIC, SIMPLE_REPLY_MAGIC, WRITE, go, greet};
 use nowait_testkit::{BOUND, required};
@@ -82,7 +82,7 @@ impl Client {
 }
 
 /// Allocations of the whole process during `REQUESTS` requests.
-fn count(kind: QueueKind, config: Config) -> u64 {
+fn count(kind: QueueKind, config: Config, bitmap: Option<&str>) -> u64 {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let image = dir.path().join("disk.img");
     std::fs::write(&image, vec![0x5a; SIZE as usize]).unwrap();
@@ -94,7 +94,11 @@ fn count(kind: QueueKind, config: Config) -> u64 {
     let listener = Listener::unix(&socket).unwrap();
     let export = Export::new(disk, String::new(), String::new());
     let options = Options { kind, config, max_connections: 2, ..Options::default() };
-    let server = Server::start(vec![AnyExport::new(export)], vec![listener], options).unwrap();
+    let mut export = AnyExport::new(export);
+    if let Some(name) = bitmap {
+        export = export.with_bitmap(&BitmapSpec::new(name.into())).unwrap();
+    }
+    let server = Server::start(vec![export], vec![listener], options).unwrap();
     let stopper = server.shutdown_handle();
     let mut client = Client::connect(&socket);
     client.run(WARM_UP);
@@ -113,8 +117,9 @@ fn an_nbd_request_of_4_kib_allocates_nothing() {
         return;
     }
     let config = Config::default();
-    assert_eq!(count(QueueKind::Uring, config), 0, "simple");
-    assert_eq!(count(QueueKind::Uring, Config { simple: false, ..config }), 0, "general");
+    assert_eq!(count(QueueKind::Uring, config, None), 0, "simple");
+    assert_eq!(count(QueueKind::Uring, config, Some("a")), 0, "with a dirty bitmap");
+    assert_eq!(count(QueueKind::Uring, Config { simple: false, ..config }, None), 0, "general");
     // Proves that the counter counts: without the pool every request allocates.
-    assert!(count(QueueKind::Uring, Config { pool: false, ..config }) >= REQUESTS);
+    assert!(count(QueueKind::Uring, Config { pool: false, ..config }, None) >= REQUESTS);
 }

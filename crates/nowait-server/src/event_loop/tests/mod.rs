@@ -10,6 +10,7 @@ mod receive;
 mod replies;
 mod queue_events;
 mod request_cost;
+mod dirty_marks;
 mod ring_frontend;
 mod ublk_requests;
 mod ublk_cost;
@@ -21,6 +22,7 @@ use std::os::unix::net::UnixStream;
 use nowait::{BlockDevice, Config, Engine, Null, OpenOptions};
 
 use crate::any_export::AnyExport;
+use crate::dirty_bitmaps::bitmap_spec::BitmapSpec;
 use crate::event_loop::*;
 use crate::export::Export;
 use crate::nbd::command::TransmissionMode;
@@ -181,6 +183,17 @@ type Parts<Q> = (ThreadContext, DiskEngine<Q>);
 /// The only export of the server of `thread`.
 fn registered<F, Q: IoQueue>(thread: &EventLoop<F, Q>) -> Arc<RegisteredExport> {
     thread.shared.registry.default_export().unwrap()
+}
+
+/// Adds a bitmap of blocks to the export.
+fn add_bitmap<F, Q: IoQueue>(thread: &EventLoop<F, Q>) {
+    let spec = BitmapSpec { granularity: BLOCK as u64, ..BitmapSpec::new("a".into()) };
+    registered(thread).bitmaps.add(&spec, SIZE, 1).unwrap();
+}
+
+/// The dirty blocks of the bitmap.
+fn dirty_blocks<F, Q: IoQueue>(thread: &EventLoop<F, Q>) -> u64 {
+    registered(thread).bitmaps.status(SIZE)[0].dirty_bytes / BLOCK as u64
 }
 
 /// The parts for an image of bytes 7, all mapped, on a `queue` of its device.

@@ -67,11 +67,16 @@ fn collected(test: &str, depth: usize, count: usize) -> u64 {
     counted(&tool, "Collected : ", test, depth, count)
 }
 
+/// The instructions of one request in the `test` of this name.
+pub(super) fn cost(test: &str, depth: usize) -> u64 {
+    let few = collected(test, depth, FEW);
+    (collected(test, depth, MANY) - few).div_ceil((MANY - FEW) as u64)
+}
+
 /// Checks the instructions of one request in the `test` of this name, for each depth with its limit.
 pub(super) fn check_cost(test: &str, limits: [(usize, u64); 2]) {
     for (depth, limit) in limits {
-        let few = collected(test, depth, FEW);
-        let cost = (collected(test, depth, MANY) - few).div_ceil((MANY - FEW) as u64);
+        let cost = cost(test, depth);
         println!("depth {depth}: {cost} instructions");
         assert!(cfg!(debug_assertions) || cost <= limit, "depth {depth}: {cost}");
     }

@@ -310,6 +310,19 @@ fn what_is_written_is_read_and_each_operation_has_its_result() {
 }
 
 #[test]
+fn what_a_node_changes_is_in_the_dirty_bitmap() {
+    let mut scene = Scene::new();
+    add_bitmap(&scene.thread);
+    for (op, dirty) in
+        [(OP_READ, 0), (OP_WRITE, 1), (OP_FLUSH, 1), (OP_WRITE_ZEROES, 2), (OP_DISCARD, 3)]
+    {
+        scene.request(1, u32::from(op), 8, dirty * 8);
+        scene.answer(1);
+        assert_eq!(dirty_blocks(&scene.thread), dirty, "operation {op}");
+    }
+}
+
+#[test]
 fn a_request_past_the_end_and_a_refused_write_are_answered_with_their_errno() {
     let mut scene = Scene::new();
     scene.request(0, u32::from(OP_READ), 8, SIZE >> 9);

@@ -273,6 +273,24 @@ fn the_last_sector_of_an_image_that_ends_in_it_is_padded_with_zeros() {
     assert_eq!(registered(&machine.thread).export().disk().refresh(), Ok(size));
 }
 
+#[test]
+fn a_write_of_a_guest_is_in_the_dirty_bitmap_before_the_guest_sees_its_end() {
+    let mut machine = Machine::new();
+    add_bitmap(&machine.thread);
+    let write = 1_u32;
+    machine.write(HEADERS, write);
+    machine.write(HEADERS + 8, 64_u64);
+    machine.describe(TABLES + 16, (DATA, BLOCK as u32), NEXT, 2);
+    for used in 1..=2 {
+        machine.submit(1);
+        while machine.used() < used {
+            machine.iterate();
+        }
+        // The second one is a read.
+        assert_eq!(dirty_blocks(&machine.thread), 1);
+    }
+}
+
 /// A driver without event indices that has one eventfd for kicks and calls: each call is a kick.
 #[test]
 fn a_queue_whose_kicks_and_calls_are_one_eventfd_comes_to_rest() {
