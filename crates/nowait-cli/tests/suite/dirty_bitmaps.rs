@@ -352,6 +352,40 @@ fn nbdinfo_and_qemu_img_read_a_bitmap() {
     server.stop();
 }
 
+#[test]
+fn a_map_has_at_most_4096_extents_of_all_bitmaps_and_extents_of_more_than_4_gib() {
+    const SIZE: u64 = 9 << 40;
+    let it = Controlled::start();
+    let image = it.image("large.img", "9T");
+    it.nowait(&["export", "add", "large", &image]).succeeds();
+    for (name, granularity) in [("a", "64K"), ("b", "64K"), ("c", "64M")] {
+        let add = ["export", "bitmap", "add", "large", name, "--granularity", granularity];
+        it.nowait(&add).succeeds();
+    }
+    let mut writer =
+        Client::connect_to(&it.server.socket(), "large", Mode::Structured).expect("a server");
+    for n in 0..2100 {
+        writer.call(&Command::Zero { offset: n * 2 * USUAL, len: 1, keep: false }).expect("zeros");
+    }
+    let name = |name: &str| format!("qemu:dirty-bitmap:{name}");
+    let (a, b, c) = (name("a"), name("b"), name("c"));
+    let connect = |queries: &[&str]| {
+        StatusClient::connect(&it.server.socket(), "large", Mode::Extended, queries)
+    };
+    let lengths = |client: &mut StatusClient, offset: u64| -> Vec<usize> {
+        let map = client.status(offset, SIZE - offset, 0).expect("a map");
+        map.values().map(Vec::len).collect()
+    };
+    assert_eq!(lengths(&mut connect(&[&a]), 0), [4096]);
+    assert_eq!(lengths(&mut connect(&[&a, &b]), 0), [2048, 2048]);
+    // The rest of these, and of the disk; a search of bits ends after a tebibyte of the disk.
+    assert_eq!(lengths(&mut connect(&[&a]), 4096 * USUAL), [104]);
+    let map = connect(&[&c]).status(0, SIZE, 0).expect("a map");
+    let dirty = (2100 * 2 * USUAL).next_multiple_of(64 * MIB);
+    assert_eq!(map.values().next(), Some(&vec![(dirty, 1), (SIZE - dirty, 0)]));
+    it.server.stop();
+}
+
 /// The commands of the section of docs/backup.md that begins with `title`.
 fn commands_of(title: &str) -> String {
     let document = include_str!("../../../../docs/backup.md");
@@ -375,8 +409,6 @@ fn the_commands_of_the_document_copy_what_has_changed() {
         }
     };
     let shell = |title: &str| {
-        let program = std::path::Path::new(NOWAIT).parent().expect("a directory");
-        let path = format!("{}:{}", program.display(), std::env::var("PATH").expect("a path"));
         // The server of the test is named, because others of the same user run.
         let own = format!(
             "nowait() {{ case $1 in export) {NOWAIT} \"$@\" --control '{}';; *) {NOWAIT} \"$@\";; esac; }}\n",
@@ -384,7 +416,7 @@ fn the_commands_of_the_document_copy_what_has_changed() {
         );
         let mut shell = tool("sh");
         shell.args(["-ec", &(own + &commands_of(title))]).current_dir(it.scratch.path());
-        shell.env("PATH", path).env("URI", it.server.uri()).succeeds()
+        shell.env("URI", it.server.uri()).succeeds()
     };
     change(20);
     shell("# Incremental backups");

@@ -14,6 +14,7 @@ use crate::error::{CliError, without_secrets};
 use nowait_image::{ChainOptions, Format, Image, file_in};
 use nowait_nbd::Address;
 use nowait_remote::Location;
+use nowait_server::BitmapSpec;
 
 use crate::config::ServeConfig;
 use crate::config::control_address::ControlAddress;
@@ -201,6 +202,8 @@ impl<'a> ReceiverPolicy<'a> {
         let is_real = |name| self.places.image(name).is_ok_and(|real| real.as_os_str() == image);
         let is_allowed = self.given_file(state).is_some() || image.to_str().is_some_and(is_real);
         require(is_allowed, "image", image)?;
+        let bitmaps = state.bitmaps.len();
+        require(bitmaps <= BitmapSpec::MAX_OF_EXPORT, "number of bitmaps", &bitmaps)?;
         let is_other = |directory: &&OsString| !self.allows_backing_dir(directory.as_ref());
         let other = backing_dirs.iter().find(is_other);
         require(other.is_none(), "directory", &other)?;
@@ -277,6 +280,7 @@ mod tests {
 
     use super::*;
     use crate::config::config_file;
+    use crate::upgrade::messages::BitmapMessage;
 
     /// A directory with a directory for images that are added, with one of them.
     fn directory() -> TempDir {
@@ -380,6 +384,19 @@ mod tests {
         ] {
             let state = ExportState { backing: vec![name.into()], ..added.clone() };
             assert_eq!(policy.check_export(&state).is_ok(), is_allowed, "{name}");
+        }
+    }
+
+    #[test]
+    fn an_export_has_as_many_bitmaps_as_it_may() {
+        let directory = directory();
+        let args = args(&directory, "");
+        let policy = HandOverPolicy::of(&args, None).unwrap();
+        let bitmap = BitmapMessage::from(BitmapSpec::new("a".into()));
+        for (count, is_allowed) in [(32, true), (33, false)] {
+            let bitmaps = vec![bitmap.clone(); count];
+            let state = ExportState { bitmaps, ..export(path(&directory, "disk")) };
+            assert_eq!(policy.check_export(&state).is_ok(), is_allowed, "{count}");
         }
     }
 

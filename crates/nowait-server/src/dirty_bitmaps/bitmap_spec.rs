@@ -28,6 +28,9 @@ pub struct BitmapSpec {
 }
 
 impl BitmapSpec {
+    /// The most bitmaps of an export.
+    pub const MAX_OF_EXPORT: usize = MAX_BITMAPS;
+
     /// An enabled bitmap with granules of 64 KiB.
     #[must_use]
     pub fn new(name: String) -> Self {

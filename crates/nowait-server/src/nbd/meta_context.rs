@@ -169,10 +169,10 @@ impl Contexts {
         self.0 == 0
     }
 
-    /// Whether a dirty bitmap is in it.
+    /// The number of dirty bitmaps.
     #[inline]
-    pub(crate) const fn has_bitmap(self) -> bool {
-        self.0 & !Self::FIXED.0 != 0
+    pub(crate) const fn bitmaps(self) -> usize {
+        (self.0 & !Self::FIXED.0).count_ones() as usize
     }
 
     /// The number of contexts.
@@ -243,11 +243,11 @@ mod tests {
         let all = Contexts::of_bits(u8::MAX, MAX_BITMAPS);
         assert_eq!(all.len(), 2 + MAX_BITMAPS);
         assert_eq!(Contexts::of_bits(u8::MAX, MAX_BITMAPS + 1), all, "more are left out");
-        assert_eq!((all.fixed_bits(), all.has_bitmap()), (0b11, true));
+        assert_eq!((all.fixed_bits(), all.bitmaps()), (0b11, MAX_BITMAPS));
         let ids: Vec<_> = all.iter().map(Context::id).collect();
         assert_eq!(ids, (1..=2 + MAX_BITMAPS as u32).collect::<Vec<_>>());
         assert_eq!(all.select(ids.into_iter()), Some(all));
-        assert!(!Contexts::of_bits(0b11, 0).has_bitmap());
+        assert_eq!(Contexts::of_bits(0b11, 0).bitmaps(), 0);
     }
 
     #[test]

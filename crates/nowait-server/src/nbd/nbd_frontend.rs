@@ -359,7 +359,7 @@ impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
         } else if connection.session.input != ReadState::Aborted {
             let Some(served) = &connection.member.served else { return };
             let start = served.device.buffer_offset(request.header.offset);
-            let dirty = match request.contexts.has_bitmap() && completion.io.op == Op::Status {
+            let dirty = match completion.io.op == Op::Status && request.contexts.bitmaps() > 0 {
                 true => {
                     let (all, block) = (&served.shared.bitmaps, served.export.smallest_block());
                     connection.session.dirty_extents(all, (&request, completion.io), block)

@@ -189,7 +189,7 @@ impl Session {
     }
 
     /// The extents of each of `all` bitmaps that the block status request `io` asks for, in the order of its contexts;
-    /// `None` for one that was removed.
+    /// `None` for one that was removed. There are at most [`builder::MAX_EXTENTS`] extents together.
     #[cold]
     pub(crate) fn dirty_extents(
         &self,
@@ -198,8 +198,10 @@ impl Session {
         block: u64,
     ) -> Vec<Option<Vec<DirtyExtent>>> {
         let is_one = request.header.flags & wire::CMD_FLAG_REQ_ONE != 0;
-        let most = if is_one { 1 } else { builder::MAX_EXTENTS };
-        let words = SEARCHED_WORDS / request.contexts.len().max(1) as u64;
+        // All bitmaps together have as many extents, and take as long, as one alone.
+        let count = request.contexts.bitmaps().max(1);
+        let most = if is_one { 1 } else { builder::MAX_EXTENTS / count };
+        let words = SEARCHED_WORDS / count as u64;
         let numbers = request.contexts.iter().filter_map(|context| match context {
             Context::DirtyBitmap(number) => Some(usize::from(number)),
             _ => None,

@@ -19,7 +19,7 @@ use crate::nbd::wire::{ReplyMode, RequestHeader};
 /// From this length on, a reply to a read skips the known holes; a chunk header costs the client
 /// about as much as the copy of some KiB.
 const SPLIT_FROM_BYTES: u64 = 64 << 10;
-/// The most extents of one block status chunk.
+/// The most extents of one block status chunk, and of those of all dirty bitmaps together.
 pub(crate) const MAX_EXTENTS: usize = 4096;
 
 /// The part of a request that is kept until it is answered.
@@ -49,7 +49,11 @@ pub(crate) struct CompletedRequest<'a> {
 pub(crate) fn budget_needed(mode: ReplyMode, io: Request, contexts: Contexts) -> u32 {
     match io.op {
         Op::Read | Op::Write => io.range.len as u32,
-        Op::Status => (contexts.len() * ExtentList::extent_bytes(mode) * MAX_EXTENTS) as u32,
+        Op::Status => {
+            // Those of all bitmaps together are as many as those of another context.
+            let lists = contexts.len() - contexts.bitmaps() + usize::from(contexts.bitmaps() > 0);
+            (lists * ExtentList::extent_bytes(mode) * MAX_EXTENTS) as u32
+        }
         Op::Flush | Op::Discard | Op::Zero => 0,
     }
 }
