@@ -16,7 +16,9 @@ use crate::chain::{Chain, ChainOptions, Locking};
 use crate::error::{ImageError, os_error};
 use crate::formats::format::Format;
 use crate::formats::layer::Layer;
-use crate::formats::qcow2::header::MAGIC;
+use crate::formats::qcow2::bitmaps::{Bitmap, Entry};
+use crate::formats::qcow2::header::{Header, MAGIC};
+use crate::formats::qcow2::stored_bits::StoredBits;
 use crate::formats::signature::{Signature, mark_raw};
 use crate::formats::table::DRIVERS;
 use crate::image_file::{FileId, ImageFile};
@@ -197,6 +199,19 @@ impl Image {
     pub fn top_file(&self) -> Option<(u64, u64)> {
         let FileId { device, inode } = self.top().file.identity().ok()?;
         Some((device, inode))
+    }
+
+    /// The persistent dirty bitmaps that a qcow2 image has itself, with their bits. What is written to the image is in
+    /// none of them: one with bitmaps is opened for reading only.
+    ///
+    /// # Errors
+    /// `EINVAL`: the list of bitmaps is damaged. Those of pread(2).
+    pub fn stored_bitmaps(&self) -> Result<Vec<(Bitmap, StoredBits)>, ImageError> {
+        let top = self.top();
+        let Some(header) = top.content::<Header>() else { return Ok(Vec::new()) };
+        let all = Bitmap::with_entries(&top.file, header)?;
+        let bits = |entry: &Entry| StoredBits::new(&top.file, header, entry);
+        Ok(all.into_iter().map(|(entry, bitmap)| (bitmap, bits(&entry))).collect())
     }
 
     fn top(&self) -> &Layer {

@@ -47,6 +47,7 @@ pub use formats::layer::{BackingName, Layer};
 pub use formats::qcow2::bitmaps::Bitmap;
 pub use formats::qcow2::builder::Qcow2Builder;
 pub use formats::qcow2::header::{Header, MAGIC};
+pub use formats::qcow2::stored_bits::StoredBits;
 pub use formats::signature::{PROBE_BYTES, Signature, mark_raw, settle_raw};
 pub use handed_over::HandedOver;
 pub use image::{Image, open, open_storage};

@@ -1,5 +1,6 @@
 //! An export and the sockets that it comes with.
 
+use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -7,7 +8,7 @@ use std::sync::Arc;
 use nowait_image::Image;
 
 use crate::dirty_bitmaps::DirtyBitmaps;
-use crate::dirty_bitmaps::bitmap_spec::{BitmapError, BitmapSpec};
+use crate::dirty_bitmaps::bitmap_spec::{BitmapError, BitmapSpec, RestoreError};
 use crate::export::Export;
 use crate::net::listener::Listener;
 use crate::server_options::ExportOptions;
@@ -75,6 +76,18 @@ impl AnyExport {
         let (size, block) = (self.export.disk().size(), self.export.smallest_block());
         self.bitmaps.add(spec, size, block)?;
         Ok(self)
+    }
+
+    /// Adds a dirty bitmap whose bits are in `content`: one for each granule of the disk, of each byte the lowest first.
+    ///
+    /// # Errors
+    /// As [`crate::Exports::restore_bitmap`].
+    pub fn add_stored_bitmap(
+        &self,
+        spec: &BitmapSpec,
+        content: &mut dyn Read,
+    ) -> Result<(), RestoreError> {
+        self.bitmaps.restore(spec, Some(content), self.export.disk().size())
     }
 
     /// This export as the local block device `device`, too, whose queues the threads of the server serve.

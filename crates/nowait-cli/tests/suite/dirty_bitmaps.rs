@@ -2,6 +2,8 @@
 //!
 //! Invariant: a model in the test knows what was changed; what the server tells is compared with it.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use nowait_testkit::nbd::{Client, Command, EINVAL, Mode, REQ_ONE};
 use nowait_testkit::{Random, require_tool, seed, tool};
 use serde_json::{Value, json};
@@ -386,6 +388,58 @@ fn a_map_has_at_most_4096_extents_of_all_bitmaps_and_extents_of_more_than_4_gib(
     it.server.stop();
 }
 
+#[test]
+fn bitmaps_that_qemu_has_stored_in_an_image_are_served_read_only_and_unchanged() {
+    if !require_tool("qemu-img") || !require_tool("qemu-io") {
+        return;
+    }
+    let directory = Scratch::new();
+    let image = directory.join("disk.qcow2");
+    let run = |program: &str, arguments: &[&str]| {
+        tool(program).args(arguments).arg(text(&image)).succeeds();
+    };
+    tool("qemu-img").args(["create", "-q", "-f", "qcow2", text(&image), "64M"]).succeeds();
+    let write = |command: &str| run("qemu-io", &["-f", "qcow2", "-c", command]);
+    write("write 0 64k");
+    let bitmap = |arguments: &[&str]| {
+        tool("qemu-img").arg("bitmap").args(arguments).succeeds();
+    };
+    bitmap(&["--add", "-g", "4096", text(&image), "fine"]);
+    bitmap(&["--add", text(&image), "usual"]);
+    bitmap(&["--add", "-g", "128M", text(&image), "coarse"]);
+    write("write 5M 1");
+    bitmap(&["--add", text(&image), "clean"]);
+    bitmap(&["--disable", text(&image), "usual"]);
+    write("write 9M 8k");
+    let before = std::fs::read(&image).expect("the image");
+    let expected: [(&str, u64, &[u64]); 3] = [
+        ("fine", 4096, &[5 * 256, 9 * 256, 9 * 256 + 1]),
+        ("usual", USUAL, &[5 * 16]),
+        ("clean", USUAL, &[9 * 16]),
+    ];
+    let check = |socket: &std::path::Path, name: &str| {
+        let names = expected.map(|(name, ..)| format!("qemu:dirty-bitmap:{name}"));
+        let queries: Vec<&str> = names.iter().map(|name| &**name).collect();
+        let mut client = StatusClient::connect(socket, name, Mode::Structured, &queries);
+        for (name, granularity, dirty) in expected {
+            let told = client.dirty(name, 64 * MIB, granularity, 0);
+            let told: Vec<_> = (0..told.len() as u64).filter(|at| told[*at as usize]).collect();
+            assert_eq!(told, dirty, "{name}");
+        }
+    };
+    let control = directory.join("control");
+    let address = format!("unix:{}", control.display());
+    let arguments = ["--read-only", "--control", &address];
+    let server = Server::start(&image, &arguments);
+    let why = "bitmap \"coarse\": it is lost: a granularity is a power of two from 512 to 64M";
+    assert!(server.log().contains(why), "{}", server.log());
+    let mut upgraded = Upgraded::of(server, &control, directory);
+    check(&upgraded.socket(), "");
+    upgraded.upgrade();
+    check(&upgraded.socket(), "");
+    assert!(std::fs::read(&image).expect("the image") == before);
+}
+
 /// The commands of the section of docs/backup.md that begins with `title`.
 fn commands_of(title: &str) -> String {
     let document = include_str!("../../../../docs/backup.md");
@@ -425,5 +479,61 @@ fn the_commands_of_the_document_copy_what_has_changed() {
     let copied = std::fs::read(it.scratch.join("full.img")).expect("a copy");
     assert!(copied == std::fs::read(it.scratch.join("disk.img")).expect("the disk"));
     assert_eq!(listed(&it), json!([bitmap("tuesday", USUAL, true, 0)]));
+    it.server.stop();
+}
+
+/// Copies what the bitmap called `name` has noted from `reader` into `copy`.
+fn copy_dirty(it: &Controlled, reader: &mut Client, name: &str, copy: &mut [u8]) {
+    let query = format!("qemu:dirty-bitmap:{name}");
+    let mut client = StatusClient::connect(&it.server.socket(), "", Mode::Extended, &[&query]);
+    let unit = 4 * KIB;
+    let dirty = client.dirty(name, copy.len() as u64, unit, 0);
+    let units = copy.chunks_mut(unit as usize).zip(0..).zip(dirty);
+    for ((part, number), _) in units.filter(|(_, is_dirty)| *is_dirty) {
+        part.copy_from_slice(&reader.read(number * unit, unit as u32).expect("bytes"));
+    }
+}
+
+/// Writers never stop while increments are copied; when they have stopped, one more makes the copy whole.
+#[test]
+fn no_change_is_lost_between_two_bitmaps_while_clients_write_on_all_threads() {
+    let it = Controlled::start();
+    let add = |name: &str| change(&it, "add", &[name, "--granularity", "4K"]);
+    let is_over = AtomicBool::new(false);
+    add("0");
+    let mut reader = it.server.connect();
+    let mut copy = reader.read(0, 8 * MIB as u32).expect("the disk");
+    let (server, seed) = (&it.server, seed());
+    std::thread::scope(|scope| {
+        for number in 0..4 {
+            let is_over = &is_over;
+            scope.spawn(move || {
+                let mut random = Random::from_seed(seed + number);
+                let mut client = server.connect();
+                while !is_over.load(Ordering::Acquire) {
+                    for _ in 0..8 {
+                        let (offset, len) = (random.below(8 * MIB - 9000), 1 + random.below(9000));
+                        let data = random.bytes(len as usize);
+                        client
+                            .send(&Command::Write { offset, data, fua: false })
+                            .expect("a server");
+                    }
+                    for _ in 0..8 {
+                        client.receive().expect("an answer").1.expect("a write");
+                    }
+                }
+            });
+        }
+        for round in 0..4 {
+            let (old, new) = (round.to_string(), (round + 1).to_string());
+            add(&new);
+            change(&it, "disable", &[&old]);
+            copy_dirty(&it, &mut reader, &old, &mut copy);
+            change(&it, "remove", &[&old]);
+        }
+        is_over.store(true, Ordering::Release);
+    });
+    copy_dirty(&it, &mut reader, "4", &mut copy);
+    assert!(copy == reader.read(0, 8 * MIB as u32).expect("the disk"));
     it.server.stop();
 }

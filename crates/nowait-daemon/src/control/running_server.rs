@@ -394,7 +394,7 @@ impl ControlledServer for RunningServer {
             .map_err(|error| refused_image(&error))?;
         let (listeners, sockets) = self.listen(frontends)?;
         places.extend(sockets);
-        let export = disk.export();
+        let export = disk.export_with_stored_bitmaps();
         let id = self.exports.add(listeners.into_iter().fold(export, AnyExport::at_vhost_user));
         let id = id.map_err(|error| match Errno::from_raw_os_error(error.errno()) {
             Errno::EXIST => conflict("there is an export of that name"),

@@ -7,10 +7,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::{fs, io, iter};
 
-use crate::error::{CliError, os_message};
-use nowait_image::{ChainOptions, Image, ImageError};
+use crate::error::{CliError, os_message, plain};
+use nowait_image::{Bitmap, ChainOptions, Image, ImageError};
 use nowait_remote::{Location, RbdStorage, RemoteOptions};
-use nowait_server::{AnyExport, BlockSize, ExportOptions};
+use nowait_server::{AnyExport, BitmapSpec, BlockSize, ExportOptions};
 use rustix::io::Errno;
 use tracing::warn;
 
@@ -70,6 +70,34 @@ impl OpenedDisk {
         let block_size = self.block_size;
         let options = ExportOptions { name, description, when_a_flush_fails, block_size };
         AnyExport::of_image(&self.image, options)
+    }
+
+    /// The export with the dirty bitmaps that are stored in its image. These stay as they are: an image that has some is
+    /// only read.
+    pub(crate) fn export_with_stored_bitmaps(&self) -> AnyExport {
+        let export = self.export();
+        let stored = self.image.stored_bitmaps().unwrap_or_else(|error| {
+            warn!("{error}");
+            Vec::new()
+        });
+        let of = plain(&self.named.image.to_string_lossy());
+        if stored.len() > BitmapSpec::MAX_OF_EXPORT {
+            warn!("{of}: only {} of its bitmaps are served", BitmapSpec::MAX_OF_EXPORT);
+        }
+        for (bitmap, mut bits) in stored.into_iter().take(BitmapSpec::MAX_OF_EXPORT) {
+            let Bitmap { name, granularity, in_use, .. } = bitmap;
+            if in_use {
+                warn!(
+                    "{of}: bitmap {name:?} is not served: who wrote to the image last has not saved it"
+                );
+                continue;
+            }
+            let spec = BitmapSpec { name, granularity, enabled: false };
+            if let Err(why) = export.add_stored_bitmap(&spec, &mut bits) {
+                warn!("{of}: bitmap {:?}: {why}", spec.name);
+            }
+        }
+        export
     }
 
     /// Opens and locks the image of `named`, which is a file or a block device.

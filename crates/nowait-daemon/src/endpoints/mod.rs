@@ -174,9 +174,15 @@ pub(crate) fn exports_of(
     nodes: &UblkNodes,
     takes_over: bool,
 ) -> Result<Vec<AnyExport>, CliError> {
-    let with_node = |(at, opened): (usize, &OpenedDisk)| match nodes.device(at) {
-        Some(device) => opened.export().at_ublk(device),
-        None => opened.export(),
+    let with_node = |(at, opened): (usize, &OpenedDisk)| {
+        let export = match takes_over {
+            true => opened.export(),
+            false => opened.export_with_stored_bitmaps(),
+        };
+        match nodes.device(at) {
+            Some(device) => export.at_ublk(device),
+            None => export,
+        }
     };
     let mut exports: Vec<AnyExport> = all.iter().enumerate().map(with_node).collect();
     if takes_over {

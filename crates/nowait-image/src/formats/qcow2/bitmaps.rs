@@ -42,6 +42,18 @@ impl Bitmap {
     /// # Errors
     /// `EINVAL`: the directory is damaged. Those of pread(2) and lseek(2).
     pub fn all(file: &ImageFile, header: &Header) -> Result<Vec<Self>, ImageError> {
+        let all = Self::with_entries(file, header)?;
+        Ok(all.into_iter().map(|(_, bitmap)| bitmap).collect())
+    }
+
+    /// The same with their entries.
+    ///
+    /// # Errors
+    /// As [`Bitmap::all`].
+    pub(crate) fn with_entries(
+        file: &ImageFile,
+        header: &Header,
+    ) -> Result<Vec<(Entry, Self)>, ImageError> {
         let Some(directory) = header.bitmaps else { return Ok(Vec::new()) };
         let listed = list(file, header, directory);
         let listed = listed.map_err(|e| ImageError::os(file.path(), "read its bitmaps", &e))?;
@@ -54,7 +66,7 @@ fn list(
     file: &ImageFile,
     header: &Header,
     directory: BitmapDirectory,
-) -> io::Result<Option<Vec<Bitmap>>> {
+) -> io::Result<Option<Vec<(Entry, Bitmap)>>> {
     let end = directory.pos.saturating_add(directory.len);
     if end > file.size()? {
         return Ok(None);
@@ -66,7 +78,7 @@ fn list(
         if at.saturating_add(entry.bytes()) > end || !entry.is_valid(header) {
             return Ok(None);
         }
-        bitmaps.push(entry.bitmap(file, at)?);
+        bitmaps.push((entry, entry.bitmap(file, at)?));
         at = at.saturating_add(entry.bytes());
     }
     Ok((at == end).then_some(bitmaps))

@@ -4,6 +4,7 @@
 pub(crate) mod header;
 pub(crate) mod bitmaps;
 pub(crate) mod snapshots;
+pub(crate) mod stored_bits;
 pub(crate) mod encode;
 pub(crate) mod entries;
 pub(crate) mod lookup;
