@@ -81,12 +81,6 @@ impl ServedExport {
         self.in_flight.set(self.in_flight.get() + 1);
     }
 
-    /// Marks what a completed request may have changed in the dirty bitmaps that are enabled.
-    #[inline(never)]
-    fn mark(&self, io: Request) {
-        self.bitmaps.borrow_mut().mark(&self.shared.bitmaps, io);
-    }
-
     /// Looks at which dirty bitmaps there are: the memory of those that were removed is free then.
     pub(crate) fn review_bitmaps(&self) {
         self.bitmaps.borrow_mut().update(&self.shared.bitmaps);
@@ -226,8 +220,8 @@ impl ServedExports {
     pub(crate) fn on_completed(&mut self, index: u32, io: Request) -> Option<&ServedExport> {
         let served = self.by_index.get(index as usize)?.as_deref()?;
         served.in_flight.set(served.in_flight.get() - 1);
-        if served.shared.bitmaps.is_on() {
-            served.mark(io);
+        if io.op.changes() {
+            served.bitmaps.borrow_mut().mark(&served.shared.bitmaps, io);
         }
         if served.is_idle() {
             self.left.push(index);

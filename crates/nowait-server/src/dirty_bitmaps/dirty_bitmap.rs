@@ -131,8 +131,15 @@ impl DirtyBitmap {
         free.set(Part { first: self.granules(), bits }).map_err(drop)
     }
 
+    /// Whether `range` is in one granule that is dirty already, as for most writes. It may be even if this says no.
+    #[inline(always)]
+    pub(super) fn is_dirty_granule(&self, range: ByteRange) -> bool {
+        let first = range.pos >> self.shift;
+        let last = (range.pos + range.len).wrapping_sub(1) >> self.shift;
+        first == last && self.parts[0].get().is_some_and(|part| part.bits.has(first))
+    }
+
     /// Marks what `range` touches as dirty. Returns false where a part of it has no bits, and is not marked.
-    #[inline]
     pub(super) fn set(&self, range: ByteRange) -> bool {
         if range.len == 0 {
             return true;

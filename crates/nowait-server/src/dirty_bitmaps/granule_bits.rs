@@ -40,8 +40,14 @@ impl GranuleBits {
         self.words.len() as u64 * WORD
     }
 
+    /// Whether the granule's own bit is set. The usual write finds it so, and has to change no memory that other threads
+    /// read. It precedes every clearing that it does not see, in the one order of all these operations.
+    #[inline(always)]
+    pub(super) fn has(&self, granule: u64) -> bool {
+        load(&self.words, granule / WORD) & 1 << (granule % WORD) != 0
+    }
+
     /// Marks the granules of `range`, which is not empty and within these, as dirty.
-    #[inline]
     pub(super) fn set(&self, range: Range<u64>) {
         let (begin, end) = (range.start.div_ceil(CHUNK), range.end / CHUNK);
         if begin >= end {
@@ -118,27 +124,24 @@ fn zeros(count: u64) -> Result<Box<[AtomicU64]>, TryReserveError> {
     Ok(words.into_boxed_slice())
 }
 
-#[inline]
+#[inline(always)]
 fn load(words: &[AtomicU64], number: u64) -> u64 {
     words.get(number as usize).map_or(0, |word| word.load(SeqCst))
 }
 
 /// The bits of a word from `from` on, before `to` if that is in it.
-#[inline]
 const fn mask(from: u64, to: u64) -> u64 {
     let up_to = if to >= WORD { u64::MAX } else { (1 << to) - 1 };
     up_to & u64::MAX << from
 }
 
 /// Sets the bits of `range`.
-#[inline]
 fn set(words: &[AtomicU64], range: Range<u64>) {
     let mut at = range.start;
     while at < range.end {
         let first = at / WORD * WORD;
         let mask = mask(at - first, range.end - first);
-        // The usual write finds its bits set: it has to change no memory that other threads read. It precedes every
-        // clearing that it does not see, in the one order of all these operations.
+        // As in `has`.
         if let Some(word) = words.get((at / WORD) as usize)
             && word.load(SeqCst) & mask != mask
         {

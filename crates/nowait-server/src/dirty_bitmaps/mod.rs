@@ -92,8 +92,8 @@ impl List {
 
 impl DirtyBitmaps {
     /// Whether a bitmap is enabled.
-    #[inline]
-    pub(crate) fn is_on(&self) -> bool {
+    #[cfg(test)]
+    fn is_on(&self) -> bool {
         self.state.load(Ordering::Acquire) & 1 != 0
     }
 
@@ -283,8 +283,16 @@ impl DirtyBitmaps {
         lock(&self.list).find(name).cloned()
     }
 
-    /// Marks `range` of `bitmap`, which has no bits for a part of it: the disk has grown without a word. If there is
-    /// no memory for more, all behind the bits is dirty from now on.
+    /// Marks `range` of `bitmap`.
+    #[inline(never)]
+    fn set(&self, bitmap: &DirtyBitmap, range: ByteRange) {
+        if !bitmap.set(range) {
+            self.set_beyond(bitmap, range);
+        }
+    }
+
+    /// The same if it has no bits for a part of that: the disk has grown without a word. If there is no memory for more,
+    /// all behind the bits is dirty from now on.
     #[cold]
     fn set_beyond(&self, bitmap: &DirtyBitmap, range: ByteRange) {
         let end = range.pos.saturating_add(range.len);
@@ -318,19 +326,21 @@ pub(crate) struct EnabledBitmaps {
 
 impl EnabledBitmaps {
     /// Marks what `io`, a request that has ended, may have changed, in the bitmaps of `all` that are enabled.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn mark(&mut self, all: &DirtyBitmaps, io: Request) {
-        if all.is_on() && io.op.changes() {
-            self.mark_range(all, io.range);
+        if !io.op.changes() {
+            return;
         }
-    }
-
-    #[inline(never)]
-    fn mark_range(&mut self, all: &DirtyBitmaps, range: ByteRange) {
-        self.update(all);
+        let state = all.state.load(Ordering::Acquire);
+        if state & 1 == 0 {
+            return;
+        }
+        if self.state != state {
+            self.reload(all);
+        }
         for bitmap in &self.bitmaps {
-            if !bitmap.set(range) {
-                all.set_beyond(bitmap, range);
+            if !bitmap.is_dirty_granule(io.range) {
+                all.set(bitmap, io.range);
             }
         }
     }
