@@ -136,6 +136,7 @@ pub use types::iovec::{IoSegment, MAX_SEGMENTS};
 pub use types::request::{ExtentStatus, Flags, Op, Request};
 pub use types::token::{FD_TOKEN, Token};
 pub use types::transfer::{Outcome, Transfer, UNREGISTERED};
+pub use types::weight::{DEFAULT_WEIGHT, WEIGHTS};
 
 /// For the other crates of this project only: it changes without notice.
 #[doc(hidden)]

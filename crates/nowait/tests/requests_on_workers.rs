@@ -94,6 +94,54 @@ fn workers_take_one_request_of_each_client_before_the_next_of_any() {
     assert!(of_first.len() == 20 && of_first.is_sorted());
 }
 
+/// How many of the first 20 requests that a worker takes are of the second of two disks with these weights,
+/// of which two engines have many requests each.
+fn turns_of_the_second(weights: [Option<u32>; 2]) -> usize {
+    // Both disks have the image, which records the requests of both in one list.
+    let (scratch, image) = (Scratch::new(), WorkerOnlyImage::default());
+    let disks = ["first", "second"].map(|name| image.device(&scratch.join(name), SIZE));
+    for (disk, weight) in disks.iter().zip(weights) {
+        weight.into_iter().for_each(|weight| disk.set_weight(weight));
+    }
+    let workers = WorkerPool::new(1);
+    let config = Config { slots: 256, ..Config::default() };
+    let mut engines = [(); 2].map(|()| {
+        let queue = TestQueueKind::Threads.queue(256).unwrap();
+        Engine::new(queue, workers.clone(), config).unwrap()
+    });
+    let held = image.hold();
+    for engine in &mut engines {
+        for (disk, pos) in disks.iter().zip([0, BLOCK]) {
+            let disk = engine.attach(disk.clone()).unwrap();
+            for tag in 0..30 {
+                let range = ByteRange::new(pos, BLOCK);
+                let io = Request { op: Op::Read, flags: Flags::NONE, range };
+                let buf = engine.buffer(&disk, range).unwrap();
+                engine.submit(&disk, io, buf, tag).map_err(|rejected| rejected.error).unwrap();
+            }
+        }
+        engine.poll().unwrap();
+    }
+    drop(held);
+    engines.iter_mut().for_each(|engine| assert_eq!(engine.finish().len(), 60));
+    // The first ones may have been taken before all were there.
+    let reads = image.reads();
+    reads[4..24].iter().filter(|pos| **pos == BLOCK).count()
+}
+
+#[test]
+fn disks_take_turns_on_the_workers_of_all_engines_by_their_weights() {
+    for (weights, share) in [
+        ([None, None], 10),
+        ([Some(100), Some(400)], 16),
+        ([None, Some(100)], 10),
+        ([Some(40_000), Some(0)], 0), // taken as 10000 and 1
+    ] {
+        let turns = turns_of_the_second(weights);
+        assert!(turns.abs_diff(share) <= 2, "{weights:?}: {turns}");
+    }
+}
+
 #[test]
 fn c40_disks_that_never_answer_take_no_worker_from_another_one_of_their_pool() {
     let scratch = Scratch::new();

@@ -6,7 +6,7 @@
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::block::allocate_ahead::{AheadTarget, AllocateAhead};
 use crate::block::allocation_cache::AllocationCache;
@@ -24,6 +24,7 @@ use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
 use crate::types::request::ExtentStatus;
+use crate::types::weight::{DEFAULT_WEIGHT, WEIGHTS};
 
 /// An open file, image or block device, with the map `M` of its bytes.
 pub struct BlockDevice<M: BlockMap + ?Sized> {
@@ -44,6 +45,8 @@ pub struct BlockDevice<M: BlockMap + ?Sized> {
     nowait: bool,
     pub(super) flushes: FlushCoalescer,
     ahead: AllocateAhead,
+    /// Its share of a pool of workers, one of [`WEIGHTS`].
+    weight: AtomicU32,
     /// Flushes of engines that wait for the next sync.
     pub(crate) waiting: WaitingFlushes,
     /// The first bytes of the device must not become these; empty if there is no such rule.
@@ -133,6 +136,7 @@ impl<M: BlockMap> BlockDevice<M> {
             nowait,
             flushes,
             ahead: AllocateAhead::default(),
+            weight: AtomicU32::new(DEFAULT_WEIGHT),
             waiting: WaitingFlushes::default(),
             forbidden: &[],
             map,
@@ -252,6 +256,21 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
     #[must_use]
     pub fn alignment(&self) -> Alignment {
         self.align
+    }
+
+    /// Its share of a [`WorkerPool`](crate::WorkerPool), as compared with the other devices of the pool: those
+    /// that always have requests there take turns in proportion to it.
+    #[must_use]
+    pub fn weight(&self) -> u32 {
+        self.weight.load(Ordering::Relaxed)
+    }
+
+    /// Gives it another weight, on all of its engines, from the next request on that goes to a worker: one of
+    /// [`WEIGHTS`]; what is outside is taken as the nearer bound. Each device begins with
+    /// [`DEFAULT_WEIGHT`].
+    pub fn set_weight(&self, weight: u32) {
+        let weight = weight.clamp(*WEIGHTS.start(), *WEIGHTS.end());
+        self.weight.store(weight, Ordering::Relaxed);
     }
 
     /// Whether the page cache is bypassed.

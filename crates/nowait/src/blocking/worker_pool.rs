@@ -56,6 +56,10 @@ impl WorkItem for WorkerJob {
         self.device.number()
     }
 
+    fn weight(&self) -> u32 {
+        self.device.weight()
+    }
+
     /// The address of the completion list distinguishes the engines.
     fn client(&self) -> u64 {
         let engine = Arc::as_ptr(&self.completions) as u64;
@@ -82,6 +86,9 @@ pub(crate) trait JobDevice: Send + Sync {
     /// The number of the device in the process, the same for all engines.
     fn number(&self) -> u64;
 
+    /// As [`BlockDevice::weight`].
+    fn weight(&self) -> u32;
+
     /// Runs jobs of this device, several of them only if [`WorkItem::joins`] has put them together.
     fn run(&self, jobs: &mut Vec<WorkerJob>);
 }
@@ -92,6 +99,10 @@ pub(crate) struct BlockingDevice<M: BlockMap + ?Sized>(pub(crate) Arc<BlockDevic
 impl<M: BlockMap + ?Sized> JobDevice for BlockingDevice<M> {
     fn number(&self) -> u64 {
         Arc::as_ptr(&self.0).cast::<()>() as u64
+    }
+
+    fn weight(&self) -> u32 {
+        self.0.weight()
     }
 
     fn run(&self, jobs: &mut Vec<WorkerJob>) {
@@ -128,8 +139,8 @@ impl WorkerPool {
     /// Threads of a pool by default.
     pub const DEFAULT_LIMIT: u32 = 32;
 
-    /// At most `limit` threads, 1 to 1024; they start when first needed. The devices take turns, and then
-    /// the clients of each. One device runs at most three quarters of the threads, and those whose jobs
+    /// At most `limit` threads, 1 to 1024; they start when first needed. The devices take turns by their
+    /// [weights](BlockDevice::set_weight), and then the clients of each. One device runs at most three quarters of the threads, and those whose jobs
     /// do not return are replaced, so that a device that hangs takes no thread from another one.
     #[must_use]
     pub fn new(limit: u32) -> Self {

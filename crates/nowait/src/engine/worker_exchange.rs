@@ -126,6 +126,10 @@ mod tests {
             0
         }
 
+        fn weight(&self) -> u32 {
+            1
+        }
+
         fn run(&self, jobs: &mut Vec<WorkerJob>) {
             for job in jobs.drain(..) {
                 job.completions.push(job.slot, 100 + i64::from(job.slot));

@@ -12,11 +12,10 @@ use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::ops::{Index, IndexMut};
 
 use crate::threads::number_hash::NumberHash;
+use crate::types::weight::WEIGHTS;
 
-/// The virtual time of a turn at weight 1. The clock lasts for 2^44 turns.
-const TURN: u64 = 1 << 20;
-/// The greatest weight of a device.
-const MAX_WEIGHT: u32 = 1000;
+/// The virtual time of a turn at weight 1. The clock lasts for 2^40 turns.
+const TURN: u64 = 1 << 24;
 /// The greatest number of empty lists that are kept for new devices, to save allocations.
 const SPARE: usize = 64;
 
@@ -128,7 +127,7 @@ impl DeviceTurns {
             devices[index] = DeviceQueue { id, clients, ..DeviceQueue::default() };
             index
         });
-        devices[index].weight = weight.clamp(1, MAX_WEIGHT);
+        devices[index].weight = weight.clamp(*WEIGHTS.start(), *WEIGHTS.end());
         index
     }
 

@@ -5,6 +5,7 @@ pub(crate) mod byte_range;
 pub(crate) mod error;
 pub(crate) mod config;
 pub(crate) mod alignment;
+pub(crate) mod weight;
 pub(crate) mod iovec;
 pub(crate) mod io_cursor;
 pub(crate) mod request;

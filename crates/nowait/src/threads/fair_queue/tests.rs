@@ -108,8 +108,8 @@ fn devices_have_turns_by_their_weights_and_evenly_spread() {
         ([1, 2, 5], [100, 200, 500]),
         ([100, 200, 500], [100, 200, 500]),
         ([0, 1, 1], [100, 100, 100]), // 0 is taken as 1
-        ([10, 500, 1000], [10, 500, 1000]),
-        ([10, 500, 5000], [10, 500, 1000]), // more than 1000 is taken as 1000
+        ([100, 5000, 10_000], [10, 500, 1000]),
+        ([100, 5000, 50_000], [10, 500, 1000]), // more than 10000 is taken as 10000
     ] {
         let mut queue = FairQueue::new(100, 100);
         for device in 0..3 {
