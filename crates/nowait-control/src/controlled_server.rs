@@ -4,6 +4,8 @@
 
 use std::fmt;
 
+use nowait_server::ExportError;
+
 use crate::api::{
     AddExport, ConnectionInfo, ExportInfo, PatchExport, ServerInfo, SnapshotReport,
     SnapshotRequest, UpgradeReport, UpgradeRequest,
@@ -152,3 +154,85 @@ impl fmt::Display for ControlError {
 }
 
 impl std::error::Error for ControlError {}
+
+/// The answer to each refusal of a change of the exports.
+impl From<ExportError> for ControlError {
+    fn from(error: ExportError) -> Self {
+        let why = error.to_string();
+        match error {
+            ExportError::NotFound => Self::NotFound(why),
+            ExportError::InvalidLimits | ExportError::InvalidWeight => Self::Invalid(why),
+            ExportError::HasClients { .. } => {
+                Self::Conflict(format!("{why} (mode=hard disconnects them)"))
+            }
+            ExportError::HasNode { id, .. } => {
+                Self::Conflict(format!("{why} ('nowait ublk stop {id}' removes that)"))
+            }
+            ExportError::NameTaken
+            | ExportError::IsDefault
+            | ExportError::ClientsLeft
+            | ExportError::ReadOnly
+            | ExportError::FixedSize
+            | ExportError::OtherName
+            | ExportError::DoesNotEnd
+            | ExportError::AlreadyPaused
+            | ExportError::CannotKeepBack
+            | ExportError::Stopping => Self::Conflict(why),
+            ExportError::System(_) | ExportError::Storage(_) => Self::Failed(why),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_refusal_has_a_status_and_one_line_that_says_why() {
+        let nospace = nowait::Error::new(28, nowait::Operation::Write);
+        let node = || ExportError::HasNode { node: "/dev/ublkb3".into(), id: 3 };
+        let invalid = ControlError::Invalid as fn(String) -> ControlError;
+        let (missing, conflict) = (ControlError::NotFound as _, ControlError::Conflict as _);
+        let failed = ControlError::Failed as _;
+        let full = "write failed: No space left on device (os error 28)";
+        let all: [(ExportError, fn(String) -> ControlError, &str); 18] = [
+            (ExportError::NotFound, missing, "there is no such export"),
+            (ExportError::NameTaken, conflict, "there is an export of that name"),
+            (ExportError::IsDefault, conflict, "the default export cannot be removed"),
+            (node(), conflict, "it is /dev/ublkb3 ('nowait ublk stop 3' removes that)"),
+            (
+                ExportError::HasClients { count: 1 },
+                conflict,
+                "1 client uses it (mode=hard disconnects them)",
+            ),
+            (
+                ExportError::HasClients { count: 2 },
+                conflict,
+                "2 clients use it (mode=hard disconnects them)",
+            ),
+            (ExportError::ClientsLeft, conflict, "clients are left; it ends with the last one"),
+            (
+                ExportError::InvalidLimits,
+                invalid,
+                "a limit has a size of at least 1 and a refill_time of 1 to 86400000",
+            ),
+            (ExportError::InvalidWeight, invalid, "a weight is 1 to 10000"),
+            (ExportError::ReadOnly, conflict, "its image was opened for reading only"),
+            (ExportError::FixedSize, conflict, "a block device gets another size elsewhere"),
+            (ExportError::OtherName, conflict, "the export in its place has another name"),
+            (ExportError::DoesNotEnd, conflict, "requests in flight do not end"),
+            (ExportError::AlreadyPaused, conflict, "it is paused already"),
+            (
+                ExportError::CannotKeepBack,
+                conflict,
+                "the ublk driver of this kernel cannot keep requests back (Linux 6.16 can)",
+            ),
+            (ExportError::Stopping, conflict, "the server is stopping"),
+            (ExportError::System(nospace), failed, full),
+            (ExportError::Storage(nospace), failed, full),
+        ];
+        for (error, status, why) in all {
+            assert_eq!(ControlError::from(error), status(why.into()));
+        }
+    }
+}

@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use nowait::{
-    BlockDevice, BlockMap, BlockingFile, ByteRange, Completion, Error, Flags, Op, Operation,
-    Request,
+    BlockDevice, BlockMap, BlockingFile, ByteRange, Completion, Error, Flags, Op, Request,
 };
 
 use crate::block_size::BlockSize;
+use crate::export_error::ExportError;
 use crate::fault_log::{ExportLabel, Faults};
 use crate::injected_bug::{ServerBug, injected};
 
@@ -122,10 +122,10 @@ impl Export {
     /// Refuses changes from now on, or no more.
     ///
     /// # Errors
-    /// `EROFS`: the image was opened for reading only.
-    pub(crate) fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
+    /// [`ExportError::ReadOnly`]: the image was opened for reading only.
+    pub(crate) fn set_read_only(&self, read_only: bool) -> Result<(), ExportError> {
         if !read_only && self.disk.is_read_only() {
-            return Err(Error::new(libc::EROFS, Operation::SetUp));
+            return Err(ExportError::ReadOnly);
         }
         self.write_protected.store(read_only, Ordering::Release);
         Ok(())

@@ -7,10 +7,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
-use nowait::{Error, Operation};
-
 use crate::any_export::AnyExport;
 use crate::export::ExportId;
+use crate::export_error::ExportError;
 use crate::registered_export::RegisteredExport;
 use crate::vhost_user::control_thread::DeviceSocket;
 
@@ -44,11 +43,14 @@ impl Registry {
     /// Adds an export. Also returns the vhost-user sockets that it comes with.
     ///
     /// # Errors
-    /// `EEXIST`: there is one of that name.
-    pub(crate) fn add(&self, export: AnyExport) -> Result<(ExportId, Vec<DeviceSocket>), Error> {
+    /// [`ExportError::NameTaken`].
+    pub(crate) fn add(
+        &self,
+        export: AnyExport,
+    ) -> Result<(ExportId, Vec<DeviceSocket>), ExportError> {
         let mut exports = self.0.write().unwrap_or_else(PoisonError::into_inner);
         if exports.find(export.export.name()).is_some() {
-            return Err(Error::new(libc::EEXIST, Operation::SetUp));
+            return Err(ExportError::NameTaken);
         }
         Ok(exports.add(export))
     }
@@ -88,39 +90,40 @@ impl Registry {
     /// An export that can be removed.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such export. `EBUSY`: it is the default export, or a local block device that has its node.
-    fn removable(&self, id: ExportId) -> Result<Arc<RegisteredExport>, Error> {
-        let failed = |errno| Error::new(errno, Operation::SetUp);
-        let export = self.get(id).ok_or(failed(libc::ENOENT))?;
-        if id == Self::DEFAULT || export.ublk_with_node().is_some() {
-            Err(failed(libc::EBUSY))
-        } else {
-            Ok(export)
+    /// [`ExportError::NotFound`], [`ExportError::IsDefault`], [`ExportError::HasNode`].
+    fn removable(&self, id: ExportId) -> Result<Arc<RegisteredExport>, ExportError> {
+        let export = self.get(id).ok_or(ExportError::NotFound)?;
+        if id == Self::DEFAULT {
+            return Err(ExportError::IsDefault);
+        }
+        match export.ublk_with_node() {
+            Some(device) => Err(ExportError::HasNode { node: device.node(), id: device.id() }),
+            None => Ok(export),
         }
     }
 
     /// Lets no further client choose an export that is not used; [`Registry::wait_removed`] does the rest.
-    /// `connected` says whether a client is connected whose use has not begun yet.
+    /// `connected` counts the connections of clients, those included whose use has not begun yet.
     ///
     /// # Errors
-    /// As [`Registry::remove`]; `EUSERS`: it has clients.
+    /// As [`Registry::remove`]; [`ExportError::HasClients`].
     pub(crate) fn remove_unused(
         &self,
         id: ExportId,
-        connected: impl FnOnce() -> bool,
-    ) -> Result<Arc<RegisteredExport>, Error> {
+        connected: impl Fn() -> usize,
+    ) -> Result<Arc<RegisteredExport>, ExportError> {
         let export = self.removable(id)?;
-        match export.remove_unused(connected) {
+        match export.remove_unused(|| connected() > 0) {
             true => Ok(export),
-            false => Err(Error::new(libc::EUSERS, Operation::SetUp)),
+            false => Err(ExportError::HasClients { count: connected().max(1) }),
         }
     }
 
     /// Removes an export: no further client can choose it. The threads have to look at their exports.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such export. `EBUSY`: it is the default export, or a local block device that has its node.
-    pub(crate) fn remove(&self, id: ExportId) -> Result<Arc<RegisteredExport>, Error> {
+    /// [`ExportError::NotFound`], [`ExportError::IsDefault`], [`ExportError::HasNode`].
+    pub(crate) fn remove(&self, id: ExportId) -> Result<Arc<RegisteredExport>, ExportError> {
         let export = self.removable(id)?;
         export.stop_controls();
         export.remove();
@@ -130,14 +133,14 @@ impl Registry {
     /// Waits at most `timeout` until a removed export is not used any more and all writes are durable.
     ///
     /// # Errors
-    /// `ETIMEDOUT`: it has connections yet, and ends with the last one.
+    /// [`ExportError::ClientsLeft`].
     pub(crate) fn wait_removed(
         &self,
         export: &RegisteredExport,
         timeout: Duration,
-    ) -> Result<(), Error> {
+    ) -> Result<(), ExportError> {
         if !export.wait_unused(timeout) {
-            return Err(Error::new(libc::ETIMEDOUT, Operation::SetUp));
+            return Err(ExportError::ClientsLeft);
         }
         self.forget_if_over(export.id);
         Ok(())

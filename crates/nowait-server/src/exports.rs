@@ -9,16 +9,16 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nowait::{Error, Operation};
+use nowait::{DEFAULT_WEIGHT, WEIGHTS};
 
 use crate::any_export::AnyExport;
 use crate::export::ExportId;
+use crate::export_error::ExportError;
 use crate::nbd::connection_state::ConnectionState;
 use crate::net::connection_limit::ConnectionStatus;
 use crate::net::listener::Listener;
 use crate::rate_limit::{Limits, SharedLimits};
 use crate::registered_export::RegisteredExport;
-use crate::shared_export::{DEFAULT_WEIGHT, WEIGHTS};
 use crate::statistics::{FrontendKind, FrontendTotals};
 use crate::threads::Shared;
 use crate::threads::pause::{PausedExport, PausedServer};
@@ -185,9 +185,9 @@ impl Exports {
     /// Adds an export.
     ///
     /// # Errors
-    /// `EEXIST`: there is one of that name. `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: the thread of a
-    /// vhost-user socket could not be started; then there is no such export.
-    pub fn add(&self, export: AnyExport) -> Result<ExportId, Error> {
+    /// [`ExportError::NameTaken`]. [`ExportError::System`]: the thread of a vhost-user socket could not be
+    /// started; then there is no such export.
+    pub fn add(&self, export: AnyExport) -> Result<ExportId, ExportError> {
         let (id, vhost_user) = self.0.registry.add(export)?;
         let serve = |socket| self.0.serve_devices(id, socket);
         vhost_user.into_iter().try_for_each(serve).inspect_err(|_| {
@@ -201,16 +201,19 @@ impl Exports {
     /// leave. Waits at most `timeout` for that, and until all writes are durable.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such export any more. `EBUSY`: it is the default export, or a local block
-    /// device that has its node. `ETIMEDOUT`: clients are left; the export ends with the last one, and
-    /// another call goes on waiting.
-    pub fn remove(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
+    /// [`ExportError::NotFound`], [`ExportError::IsDefault`], [`ExportError::HasNode`].
+    /// [`ExportError::ClientsLeft`]: another call goes on waiting.
+    pub fn remove(&self, id: ExportId, timeout: Duration) -> Result<(), ExportError> {
         let export = self.0.registry.remove(id)?;
         self.wait_removed(&export, timeout)
     }
 
     /// Has the threads look at `export`, which was removed, and waits.
-    fn wait_removed(&self, export: &RegisteredExport, timeout: Duration) -> Result<(), Error> {
+    fn wait_removed(
+        &self,
+        export: &RegisteredExport,
+        timeout: Duration,
+    ) -> Result<(), ExportError> {
         self.0.review_exports();
         self.0.registry.wait_removed(export, timeout)
     }
@@ -218,10 +221,10 @@ impl Exports {
     /// The same, but refuses it if there are clients.
     ///
     /// # Errors
-    /// As [`Exports::remove`]. `EUSERS`: clients use it.
-    pub fn remove_unused(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
-        let is_connected = || self.connections_of(id).next().is_some();
-        let export = self.0.registry.remove_unused(id, is_connected)?;
+    /// As [`Exports::remove`]. [`ExportError::HasClients`]: nothing has changed.
+    pub fn remove_unused(&self, id: ExportId, timeout: Duration) -> Result<(), ExportError> {
+        let connected = || self.connections_of(id).count();
+        let export = self.0.registry.remove_unused(id, connected)?;
         export.stop_controls();
         self.wait_removed(&export, timeout)
     }
@@ -231,7 +234,7 @@ impl Exports {
     ///
     /// # Errors
     /// As [`Exports::remove`].
-    pub fn remove_by_force(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
+    pub fn remove_by_force(&self, id: ExportId, timeout: Duration) -> Result<(), ExportError> {
         let deadline = Instant::now() + timeout;
         let export = self.0.registry.remove(id)?;
         loop {
@@ -258,8 +261,8 @@ impl Exports {
     /// flight end. What clients are told of the export they learn when they connect again.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such export. `EROFS`: its image was opened for reading only.
-    pub fn set_read_only(&self, id: ExportId, read_only: bool) -> Result<(), Error> {
+    /// [`ExportError::NotFound`], [`ExportError::ReadOnly`].
+    pub fn set_read_only(&self, id: ExportId, read_only: bool) -> Result<(), ExportError> {
         self.0.registered(id)?.export().set_read_only(read_only)
     }
 
@@ -269,10 +272,16 @@ impl Exports {
     /// durable.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such export. Those of [`nowait::BlockDevice::grow`].
-    pub fn grow(&self, id: ExportId, size: u64) -> Result<(), Error> {
+    /// [`ExportError::NotFound`], [`ExportError::ReadOnly`]. [`ExportError::FixedSize`]: it would become
+    /// smaller, or it is a block device of another size. [`ExportError::Storage`]: the other errnos of
+    /// [`nowait::BlockDevice::grow`].
+    pub fn grow(&self, id: ExportId, size: u64) -> Result<(), ExportError> {
         let export = self.0.registered(id)?;
-        export.export().disk().grow(size)?;
+        export.export().disk().grow(size).map_err(|error| match error.errno() {
+            libc::EINVAL => ExportError::FixedSize,
+            libc::EROFS => ExportError::ReadOnly,
+            _ => ExportError::Storage(error),
+        })?;
         self.0.tell_size(&export, size);
         Ok(())
     }
@@ -281,8 +290,8 @@ impl Exports {
     /// the next request on.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such export. `EINVAL`: they are not [valid](Limits::is_valid).
-    pub fn set_limits(&self, id: ExportId, limits: Limits) -> Result<(), Error> {
+    /// [`ExportError::NotFound`], [`ExportError::InvalidLimits`].
+    pub fn set_limits(&self, id: ExportId, limits: Limits) -> Result<(), ExportError> {
         self.limit(id, limits, SharedLimits::set)
     }
 
@@ -292,7 +301,7 @@ impl Exports {
     ///
     /// # Errors
     /// As [`Exports::set_limits`].
-    pub fn set_client_limits(&self, id: ExportId, limits: Limits) -> Result<(), Error> {
+    pub fn set_client_limits(&self, id: ExportId, limits: Limits) -> Result<(), ExportError> {
         self.limit(id, limits, SharedLimits::set_of_clients)
     }
 
@@ -301,10 +310,10 @@ impl Exports {
         id: ExportId,
         limits: Limits,
         set: impl FnOnce(&SharedLimits, Limits),
-    ) -> Result<(), Error> {
+    ) -> Result<(), ExportError> {
         let export = self.0.registered(id)?;
         if !limits.is_valid() {
-            return Err(Error::new(libc::EINVAL, Operation::SetUp));
+            return Err(ExportError::InvalidLimits);
         }
         set(&export.limits, limits);
         self.0.review_exports();
@@ -312,23 +321,25 @@ impl Exports {
     }
 
     /// Gives an export another weight, 1 to 10000: beside other exports on a thread that always have much
-    /// to move, it moves bytes in proportion to it. Each begins with 100.
+    /// to move, it moves bytes in proportion to it, and its requests that wait have turns on the workers in
+    /// proportion to it. Each begins with 100.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such export. `EINVAL`: it is another number.
-    pub fn set_weight(&self, id: ExportId, weight: u32) -> Result<(), Error> {
+    /// [`ExportError::NotFound`], [`ExportError::InvalidWeight`].
+    pub fn set_weight(&self, id: ExportId, weight: u32) -> Result<(), ExportError> {
         match self.0.registered(id)?.set_weight(weight) {
             true => Ok(()),
-            false => Err(Error::new(libc::EINVAL, Operation::SetUp)),
+            false => Err(ExportError::InvalidWeight),
         }
     }
 
     /// Makes the completed writes of an export durable (C49). Blocks.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such export. The errno of the flush; every later one fails, too (C51).
-    pub fn flush(&self, id: ExportId) -> Result<(), Error> {
-        self.0.registered(id)?.export().flush()
+    /// [`ExportError::NotFound`]. [`ExportError::Storage`]: the errno of the flush; every later one fails,
+    /// too (C51).
+    pub fn flush(&self, id: ExportId) -> Result<(), ExportError> {
+        self.0.registered(id)?.export().flush().map_err(ExportError::Storage)
     }
 
     /// Whether every serving thread answers within `timeout`. Blocks until all have answered, for `timeout`
@@ -362,18 +373,21 @@ impl Exports {
     /// is dropped.
     ///
     /// # Errors
-    /// `ETIMEDOUT`: requests are in flight yet. `EALREADY`: it is paused. `ECANCELED`: it stops.
-    /// `EOPNOTSUPP`: an export is a local block device whose driver cannot keep requests back. In each case
-    /// it goes on.
-    pub fn pause(&self, timeout: Duration) -> Result<PausedServer, Error> {
+    /// [`ExportError::DoesNotEnd`], [`ExportError::AlreadyPaused`], [`ExportError::Stopping`],
+    /// [`ExportError::CannotKeepBack`]. In each case it goes on.
+    pub fn pause(&self, timeout: Duration) -> Result<PausedServer, ExportError> {
         self.0.pause(timeout)
     }
 
     /// Stops serving one export, as [`Exports::pause`]; also to virtual machines. The others go on.
     ///
     /// # Errors
-    /// As there. `ENOENT`: there is no such export.
-    pub fn pause_export(&self, id: ExportId, timeout: Duration) -> Result<PausedExport, Error> {
+    /// As there. [`ExportError::NotFound`].
+    pub fn pause_export(
+        &self,
+        id: ExportId,
+        timeout: Duration,
+    ) -> Result<PausedExport, ExportError> {
         self.0.pause_export(id, timeout)
     }
 
@@ -390,9 +404,8 @@ impl Exports {
     /// Serves the virtual machines of a device of another process, as export `id`.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such export. `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: its thread could not
-    /// be started.
-    pub fn restore_device(&self, id: ExportId, device: PausedDevice) -> Result<(), Error> {
+    /// [`ExportError::NotFound`]. [`ExportError::System`]: its thread could not be started.
+    pub fn restore_device(&self, id: ExportId, device: PausedDevice) -> Result<(), ExportError> {
         self.0.serve_devices(id, DeviceSocket::Paused(device))
     }
 

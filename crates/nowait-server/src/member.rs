@@ -16,6 +16,7 @@ use crate::shared_export::ExportUse;
 pub(crate) const NO_EXPORT: u32 = u32::MAX;
 
 /// What the event loop keeps for a connection or a queue of a frontend: a member of its run queues.
+#[derive(Default)]
 pub(crate) struct Member {
     /// It is in the run queues.
     pub(crate) scheduled: bool,
@@ -31,20 +32,6 @@ pub(crate) struct Member {
     pub(crate) served: Option<Rc<ServedExport>>,
     /// Its use of the export.
     pub(crate) used: Option<ExportUse>,
-}
-
-impl Default for Member {
-    fn default() -> Self {
-        Self {
-            scheduled: false,
-            quantum: Quantum::default(),
-            budget_used: 0,
-            client: Arc::default(),
-            is_held: false,
-            served: None,
-            used: None,
-        }
-    }
 }
 
 impl Member {

@@ -8,10 +8,9 @@ use std::ops::Deref;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use nowait::Error;
-
 use crate::any_export::AnyExport;
 use crate::export::ExportId;
+use crate::export_error::ExportError;
 use crate::locking::lock;
 use crate::nbd::connection::HandoffConnection;
 use crate::net::listener::Listener;
@@ -84,7 +83,7 @@ impl RegisteredExport {
         &self,
         soon: Instant,
         deadline: Instant,
-    ) -> Result<Vec<PausedDevice>, Error> {
+    ) -> Result<Vec<PausedDevice>, ExportError> {
         self.controls().iter().map(|handle| handle.freeze(soon, deadline)).collect()
     }
 

@@ -13,6 +13,7 @@ use nowait::{Error, Operation};
 use crate::any_export::AnyExport;
 #[cfg(feature = "sim")]
 pub use crate::event_loop::{SimChange, SimParked, Simulated, SimulatedUblk, SimulatedVhost};
+use crate::export_error::ExportError;
 use crate::exports::Exports;
 #[cfg(feature = "sim")]
 pub use crate::injected_bug::{ServerBug, inject};
@@ -76,8 +77,10 @@ impl Server {
         let (sender, events) = channel();
         let (shared, sockets) = Shared::new(exports, options, sender)?;
         let shared = Arc::new(shared);
-        let serve_devices =
-            |()| sockets.into_iter().try_for_each(|(id, socket)| shared.serve_devices(id, socket));
+        let serve_devices = |()| {
+            let mut sockets = sockets.into_iter();
+            sockets.try_for_each(|(id, socket)| shared.serve_devices(id, socket)).map_err(os_error)
+        };
         match reactor::start(&shared, listeners).and_then(serve_devices) {
             Ok(()) => Ok(Self { shared, events }),
             Err(error) => {
@@ -160,5 +163,13 @@ impl Server {
                 }
             }
         });
+    }
+}
+
+/// The error of the system; each export of a server that starts is there.
+fn os_error(error: ExportError) -> Error {
+    match error {
+        ExportError::System(error) | ExportError::Storage(error) => error,
+        _ => Error::new(libc::EINVAL, Operation::SetUp),
     }
 }

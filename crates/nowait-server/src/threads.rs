@@ -16,6 +16,7 @@ use nowait::{Budget, Error, Operation, Uring, WorkerPool};
 use crate::any_export::AnyExport;
 use crate::buffer_budget::DeclaredUse;
 use crate::export::ExportId;
+use crate::export_error::ExportError;
 use crate::export_registry::Registry;
 use crate::frontends::Frontends;
 use crate::locking::lock;
@@ -307,15 +308,14 @@ impl Shared {
     /// Starts the thread of a vhost-user socket for `export`.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such export. `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: the thread could not be
-    /// started.
+    /// [`ExportError::NotFound`]. [`ExportError::System`]: the thread could not be started.
     pub(crate) fn serve_devices(
         self: &Arc<Self>,
         export: ExportId,
         socket: DeviceSocket,
-    ) -> Result<(), Error> {
+    ) -> Result<(), ExportError> {
         let registered = self.registered(export)?;
-        let handle = Arc::new(ControlHandle::new(&socket)?);
+        let handle = Arc::new(ControlHandle::new(&socket).map_err(ExportError::System)?);
         registered.add_control(handle.clone());
         let name = registered.export().name().to_owned();
         let server = Arc::new(DeviceExport { shared: self.clone(), registered });
@@ -330,7 +330,7 @@ impl Shared {
         let thread = std::thread::Builder::new().name(format!("nowait-vhost-{export}"));
         if let Err(error) = thread.spawn(run) {
             self.controls.fetch_sub(1, Ordering::AcqRel);
-            return Err(Error::from_io(&error, Operation::SetUp));
+            return Err(ExportError::System(Error::from_io(&error, Operation::SetUp)));
         }
         Ok(())
     }
@@ -338,9 +338,12 @@ impl Shared {
     /// An export.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such export.
-    pub(crate) fn registered(&self, export: ExportId) -> Result<Arc<RegisteredExport>, Error> {
-        self.registry.get(export).ok_or(Error::new(libc::ENOENT, Operation::SetUp))
+    /// [`ExportError::NotFound`].
+    pub(crate) fn registered(
+        &self,
+        export: ExportId,
+    ) -> Result<Arc<RegisteredExport>, ExportError> {
+        self.registry.get(export).ok_or(ExportError::NotFound)
     }
 
     /// Stops the server: no more requests are taken. Without effect while another process takes over, and after that.

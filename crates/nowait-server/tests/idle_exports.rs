@@ -7,7 +7,9 @@ use std::path::Path;
 use std::time::Duration;
 use std::{fs, thread};
 
-use nowait_server::{AnyExport, Export, Exports, Listener, Options, QueueKind, Server};
+use nowait_server::{
+    AnyExport, Export, ExportError, Exports, Listener, Options, QueueKind, Server,
+};
 use nowait_testkit::nbd::{Client, Mode};
 use nowait_testkit::worker_only_image::{SEVEN, WorkerOnlyImage};
 use nowait_testkit::{BOUND, wait_until};
@@ -127,17 +129,17 @@ fn an_export_is_added_and_removed_while_clients_use_it() {
     // The idle timeout is too long to matter.
     serving(1, 1, Duration::from_secs(1000), |socket, _, exports| {
         let names = || exports.list().into_iter().map(|(_, name)| name).collect::<Vec<_>>();
-        let failure = |id, timeout| exports.remove(id, timeout).unwrap_err().errno();
+        let failure = |id, timeout| exports.remove(id, timeout).unwrap_err();
         let id = exports.add(new()).unwrap();
-        assert_eq!(exports.add(new()).unwrap_err().errno(), libc::EEXIST);
+        assert_eq!(exports.add(new()).unwrap_err(), ExportError::NameTaken);
         assert_eq!(names(), ["0", "new"]);
-        assert_eq!(failure(exports.list()[0].0, BOUND), libc::EBUSY, "the default export");
+        assert_eq!(failure(exports.list()[0].0, BOUND), ExportError::IsDefault);
         let (mut stays, mut leaves) = (client(socket, "new"), client(socket, "new"));
         read(&mut stays);
         read(&mut leaves);
         drop(leaves);
 
-        assert_eq!(failure(id, Duration::ZERO), libc::ETIMEDOUT);
+        assert_eq!(failure(id, Duration::ZERO), ExportError::ClientsLeft);
         read(&mut stays);
         assert_eq!((names(), image.flushes()), (vec!["0".to_owned()], 0));
         let refused = Client::connect_to(socket, "new", Mode::Simple);
@@ -152,12 +154,12 @@ fn an_export_is_added_and_removed_while_clients_use_it() {
         let removed = thread::spawn(move || waiting.remove(id, BOUND));
         drop(stays);
         // Without a caller that waits, the export ends by itself.
-        let removed = removed.join().unwrap().map_err(|error| error.errno());
-        assert!(matches!(removed, Ok(()) | Err(libc::ENOENT)), "{removed:?}");
+        let removed = removed.join().unwrap();
+        assert!(matches!(removed, Ok(()) | Err(ExportError::NotFound)), "{removed:?}");
         assert_eq!(image.flushes(), 1);
-        assert_eq!(failure(id, BOUND), libc::ENOENT);
+        assert_eq!(failure(id, BOUND), ExportError::NotFound);
         // A server that stops ends the threads of removed exports, too.
-        assert_eq!(failure(again, Duration::ZERO), libc::ETIMEDOUT);
+        assert_eq!(failure(again, Duration::ZERO), ExportError::ClientsLeft);
         read(&mut other);
         left_at_the_end = Some(other);
     });
@@ -171,13 +173,13 @@ fn an_export_with_clients_is_removed_only_by_force() {
         let unused = exports.add(export(directory.path(), "unused", &image)).unwrap();
         exports.remove_unused(unused, BOUND).unwrap();
         let default = exports.list()[0].0;
-        let errno = |removed: Result<(), nowait::Error>| removed.map_err(|error| error.errno());
-        assert_eq!(errno(exports.remove_unused(default, BOUND)), Err(libc::EBUSY));
-        assert_eq!(errno(exports.remove_unused(unused, BOUND)), Err(libc::ENOENT));
+        assert_eq!(exports.remove_unused(default, BOUND), Err(ExportError::IsDefault));
+        assert_eq!(exports.remove_unused(unused, BOUND), Err(ExportError::NotFound));
 
         let id = exports.add(export(directory.path(), "new", &image)).unwrap();
         let mut clients = vec![client(socket, "new")];
-        assert_eq!(errno(exports.remove_unused(id, BOUND)), Err(libc::EUSERS));
+        let refused = Err(ExportError::HasClients { count: 1 });
+        assert_eq!(exports.remove_unused(id, BOUND), refused);
         clients.push(client(socket, "new"));
         clients.iter_mut().for_each(read);
         let mut other = client(socket, "");

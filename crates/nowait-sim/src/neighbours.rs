@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use nowait::sim::{Random, SimDevice};
 use nowait::{ByteRange, Error, Operation};
-use nowait_server::Simulated;
+use nowait_server::{ExportError, Simulated};
 
 use crate::clients::Clients;
 use crate::image::{self, Image, Opening};
@@ -66,8 +66,8 @@ impl Neighbour {
     /// Adds it to each of the threads.
     ///
     /// # Errors
-    /// `EEXIST`: a thread has it.
-    pub fn add_to(&self, threads: &mut [Simulated]) -> Result<(), Error> {
+    /// [`ExportError::NameTaken`]: a thread has it.
+    pub fn add_to(&self, threads: &mut [Simulated]) -> Result<(), ExportError> {
         let disk = &self.image.disk;
         threads.iter_mut().try_for_each(|thread| thread.add_export(&self.name, disk.clone()))
     }

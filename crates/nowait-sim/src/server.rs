@@ -5,8 +5,8 @@
 
 use std::collections::BTreeMap;
 
-use nowait::Error;
 use nowait::sim::{Random, SimQueue};
+use nowait::{Error, Operation};
 use nowait_server::{SimChange, Simulated};
 
 use crate::clients::{Clients, RECEIVE_BYTES};
@@ -58,11 +58,12 @@ fn threads(
         Simulated::new(image.disk.clone(), image.workers.clone(), queue, scenario.config)
     };
     let mut threads = (0..scenario.parts).map(thread).collect::<Result<Vec<_>, _>>()?;
-    neighbours.iter().try_for_each(|neighbour| neighbour.add_to(&mut threads))?;
+    let added = neighbours.iter().try_for_each(|neighbour| neighbour.add_to(&mut threads));
+    added.map_err(|_| Error::new(libc::EEXIST, Operation::SetUp))?;
     Ok(threads)
 }
 
-fn broken(error: Error) -> Violation {
+fn broken(error: impl std::fmt::Display) -> Violation {
     Violation::new(format!("an export cannot be added: {error}"))
 }
 

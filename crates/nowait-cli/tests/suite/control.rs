@@ -201,7 +201,7 @@ fn an_export_in_use_is_removed_only_by_force_and_its_image_is_free_then() {
     let mut client = client.expect("a connection");
     client.write(0, &[5; 4096]).expect("a write");
     let why = it.nowait(&["export", "remove", "more"]).fails();
-    assert!(why.starts_with("nowait: 1 clients use it"), "{why}");
+    assert!(why.starts_with("nowait: 1 client uses it"), "{why}");
     client.read(0, 4096).expect("the client goes on");
     it.nowait(&["export", "remove", "more", "--force"]).succeeds();
     let again = Server::start(Path::new(&image), &[]);

@@ -16,8 +16,9 @@ use nowait_control::{
 };
 use nowait_image::{NamedStorages, formats};
 use nowait_remote::{LinkCounts, StoreCounts};
-use nowait_server::{AnyExport, BitmapError, ExportId, ExportStatus, Exports, Limits, Listener};
-use rustix::io::Errno;
+use nowait_server::{
+    AnyExport, BitmapError, ExportError, ExportId, ExportStatus, Exports, Limits, Listener,
+};
 
 use crate::config::export_spec::{NamedExport, parse_name};
 use crate::config::listen_address;
@@ -210,18 +211,15 @@ impl RunningServer {
     fn check_change(&self, id: ExportId, change: &PatchExport) -> Result<(), ControlError> {
         let limits = [change.limits, change.connection_limits];
         if !limits.into_iter().flatten().all(|limits| Limits::from(limits).is_valid()) {
-            let why = "a limit has a size of at least 1 and a refill_time of 1 to 86400000";
-            return Err(ControlError::Invalid(why.into()));
+            return Err(ExportError::InvalidLimits.into());
         }
         if change.weight.is_some_and(|weight| !Exports::WEIGHTS.contains(&weight)) {
-            return Err(ControlError::Invalid("a weight is 1 to 10000".into()));
+            return Err(ExportError::InvalidWeight.into());
         }
         let disks = self.disks.lock();
         let image = disks.iter().find(|served| served.id == id).map(|served| &served.disk.image);
         match (change.read_only, image) {
-            (Some(false), Some(image)) if image.is_read_only() => {
-                Err(conflict("its image was opened for reading only"))
-            }
+            (Some(false), Some(image)) if image.is_read_only() => Err(ExportError::ReadOnly.into()),
             _ => Ok(()),
         }
     }
@@ -248,7 +246,7 @@ impl RunningServer {
 }
 
 fn no_such_export() -> ControlError {
-    ControlError::NotFound("there is no such export".into())
+    ExportError::NotFound.into()
 }
 
 fn failed(error: impl ToString) -> ControlError {
@@ -395,11 +393,7 @@ impl ControlledServer for RunningServer {
         let (listeners, sockets) = self.listen(frontends)?;
         places.extend(sockets);
         let export = disk.export_with_stored_bitmaps();
-        let id = self.exports.add(listeners.into_iter().fold(export, AnyExport::at_vhost_user));
-        let id = id.map_err(|error| match Errno::from_raw_os_error(error.errno()) {
-            Errno::EXIST => conflict("there is an export of that name"),
-            _ => failed(error),
-        })?;
+        let id = self.exports.add(listeners.into_iter().fold(export, AnyExport::at_vhost_user))?;
         self.disks.lock().push(ServedDisk { id, disk, places, ublk: None });
         self.export(id.number())
     }
@@ -407,32 +401,10 @@ impl ControlledServer for RunningServer {
     fn remove(&self, id: u64, hard: bool) -> Result<(), ControlError> {
         let _changing = self.begin_change()?;
         let id = self.id_of(id)?;
-        let node = || {
-            let disks = self.disks.lock();
-            // The first is the default export, whose node does not matter.
-            let served = disks.iter().skip(1).find(|served| served.id == id)?;
-            served.node().map(|device| (device.node(), device.id()))
-        };
-        let removed = match hard {
+        match hard {
             true => self.exports.remove_by_force(id, REMOVE_TIMEOUT),
             false => self.exports.remove_unused(id, REMOVE_TIMEOUT),
-        };
-        removed.map_err(|error| match Errno::from_raw_os_error(error.errno()) {
-            Errno::USERS => {
-                let all = self.exports.connections();
-                let count = all.iter().filter(|client| client.export == Some(id)).count();
-                conflict(format!("{count} clients use it (mode=hard disconnects them)"))
-            }
-            Errno::BUSY => conflict(match node() {
-                Some((node, number)) => {
-                    format!("it is {node} ('nowait ublk stop {number}' removes that)")
-                }
-                None => "the default export cannot be removed".into(),
-            }),
-            Errno::TIMEDOUT => conflict("clients are left; it ends with the last one"),
-            Errno::NOENT => no_such_export(),
-            _ => failed(error),
-        })?;
+        }?;
         let served = {
             let mut disks = self.disks.lock();
             let at = disks.iter().position(|served| served.id == id);
@@ -449,7 +421,7 @@ impl ControlledServer for RunningServer {
             self.exports.cover_with_bitmaps(id, size).map_err(refused)?;
             self.image_exchange(id).resize(size, change.shrink)?;
         }
-        change_settings(&self.exports, id, &change).map_err(failed)?;
+        change_settings(&self.exports, id, &change)?;
         self.export(id.number())
     }
 
@@ -460,7 +432,7 @@ impl ControlledServer for RunningServer {
         let id = self.id_of(id)?;
         let flushed = self.exports.flush(id);
         drop(self.begin_change()?);
-        flushed.map_err(failed)
+        Ok(flushed?)
     }
 
     fn snapshot(&self, id: u64, request: SnapshotRequest) -> Result<SnapshotReport, ControlError> {

@@ -13,8 +13,7 @@ use nowait_control::{ControlError, SnapshotReport};
 use nowait_image::create::{CreateOptions, create};
 use nowait_image::resize::resize;
 use nowait_image::{Chain, ChainOptions, Format, HandedOver, Image, Locking};
-use nowait_server::{ExportId, Exports, PausedExport};
-use rustix::io::Errno;
+use nowait_server::{ExportError, ExportId, Exports, PausedExport};
 use tracing::{error, info, warn};
 
 use crate::config::export_spec::NamedExport;
@@ -79,14 +78,14 @@ impl ImageExchange<'_> {
         options: ChainOptions,
     ) -> Result<Duration, ControlError> {
         // The flush of the pause has little left to do.
-        self.exports.flush(self.id).map_err(failed)?;
+        self.exports.flush(self.id)?;
         let begin = Instant::now();
         let paused = self.pause()?;
         self.with(|served| {
             served.disk.image.settle().map_err(failed)?;
             let handed_over = HandedOver::below(copies(&served.disk.image)?);
             let disk = reopened(&served.disk, named, &ChainOptions { handed_over, ..options })?;
-            paused.replace(disk.export()).map_err(failed)?;
+            paused.replace(disk.export())?;
             drop(paused);
             let pause = begin.elapsed();
             if let Err(error) = disk.image.lower_locks_below() {
@@ -126,11 +125,11 @@ impl ImageExchange<'_> {
         if is_device || (format.is_raw() && size > current) {
             return self.grow_in_place(size);
         }
-        self.exports.flush(self.id).map_err(failed)?;
+        self.exports.flush(self.id)?;
         let paused = self.pause()?;
         self.with(|served| {
             served.disk.image.settle().map_err(failed)?;
-            let handed_over = || Ok(HandedOver::new(copies(&served.disk.image)?));
+            let handed_over = || copies(&served.disk.image).map(HandedOver::new);
             let open = ChainOptions { handed_over: handed_over()?, ..options.clone() };
             let chain = Chain::open(&named.image, &open).map_err(conflict)?;
             let open = ChainOptions { handed_over: handed_over()?, ..options.clone() };
@@ -138,7 +137,7 @@ impl ImageExchange<'_> {
             drop(chain);
             // What the open image knows of its file may be wrong now, also if this has failed.
             let reopened = reopened(&served.disk, named.clone(), &open).and_then(|disk| {
-                paused.replace(disk.export()).map_err(failed)?;
+                paused.replace(disk.export())?;
                 Ok(disk)
             });
             match reopened {
@@ -156,25 +155,16 @@ impl ImageExchange<'_> {
     }
 
     fn grow_in_place(&self, size: u64) -> Result<(), ControlError> {
-        self.exports.grow(self.id, size).map_err(|error| {
-            match Errno::from_raw_os_error(error.errno()) {
-                Errno::INVAL => conflict("a block device gets another size elsewhere"),
-                Errno::ROFS => conflict("it is read-only"),
-                _ => failed(format!("cannot resize it: {}", os_message(&error.into()))),
+        self.exports.grow(self.id, size).map_err(|error| match error {
+            ExportError::Storage(error) => {
+                failed(format!("cannot resize it: {}", os_message(&error.into())))
             }
+            other => other.into(),
         })
     }
 
     fn pause(&self) -> Result<PausedExport, ControlError> {
-        self.exports.pause_export(self.id, DRAIN_TIMEOUT).map_err(|error| {
-            conflict(match Errno::from_raw_os_error(error.errno()) {
-                Errno::OPNOTSUPP => {
-                    "the ublk driver of this kernel cannot keep requests back (Linux 6.16 can)"
-                }
-                Errno::TIMEDOUT => "requests in flight do not end",
-                _ => "it ends",
-            })
-        })
+        Ok(self.exports.pause_export(self.id, DRAIN_TIMEOUT)?)
     }
 
     /// The image, and how it was opened.
@@ -185,7 +175,7 @@ impl ImageExchange<'_> {
     fn with<T>(&self, act: impl FnOnce(&mut ServedDisk) -> T) -> Result<T, ControlError> {
         let mut disks = self.disks.lock();
         let served = disks.iter_mut().find(|served| served.id == self.id);
-        served.map(act).ok_or_else(|| ControlError::NotFound("there is no such export".into()))
+        served.map(act).ok_or_else(|| ExportError::NotFound.into())
     }
 }
 

@@ -5,7 +5,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nowait_control::PatchExport;
-use nowait_server::{ExportId, Exports, UblkDevice};
+use nowait_server::{ExportError, ExportId, Exports, UblkDevice};
 
 use crate::disks::open_disk::OpenedDisk;
 
@@ -34,7 +34,7 @@ pub(crate) fn change_settings(
     exports: &Exports,
     id: ExportId,
     change: &PatchExport,
-) -> Result<(), nowait::Error> {
+) -> Result<(), ExportError> {
     if let Some(limits) = change.limits {
         exports.set_limits(id, limits.into())?;
     }

@@ -3,7 +3,7 @@
 //! Invariant: a server without a new node of a block device is confined before its threads start. The driver makes the
 //! nodes of a new device, or of one that waits, when its queues are served: then the sandbox comes in the next phase.
 
-use nowait_server::{Listener, Options, QueueKind, Server, Tls};
+use nowait_server::{ExportError, Listener, Options, QueueKind, Server, Tls};
 
 use crate::config::ServeConfig;
 use crate::confinement;
@@ -57,8 +57,8 @@ impl<'a> Started<'a> {
         };
         let options = options(config, bound.kind, bound.tls);
         let server = Server::start(bound.devices, listeners, options);
-        let server = server.and_then(|server| set_up(config, server));
         let server = server.map_err(|error| CliError::at(images.path(), error))?;
+        set_up(config, &server).map_err(|error| CliError::at(images.path(), error))?;
         let tls_files = bound.tls_files.into_iter().chain(control.tls()).collect();
         let reload = Reload::new(server.exports(), tls_files, places.log_file.clone());
         bound.ending.serving(server.shutdown_handle(), reload);
@@ -93,7 +93,7 @@ fn options(config: &ServeConfig, kind: QueueKind, tls: Tls) -> Options {
 }
 
 /// Sets the limits of `config` for all exports, and when the server ends by itself.
-fn set_up(config: &ServeConfig, server: Server) -> Result<Server, nowait::Error> {
+fn set_up(config: &ServeConfig, server: &Server) -> Result<(), ExportError> {
     if config.exit_with_last_client {
         server.stop_after_last_client();
     }
@@ -101,6 +101,5 @@ fn set_up(config: &ServeConfig, server: Server) -> Result<Server, nowait::Error>
     exports.list().into_iter().try_for_each(|(id, _)| {
         exports.set_limits(id, config.limits())?;
         exports.set_client_limits(id, config.limits_per_client())
-    })?;
-    Ok(server)
+    })
 }

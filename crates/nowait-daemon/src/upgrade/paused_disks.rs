@@ -11,9 +11,8 @@ use std::time::Instant;
 
 use nowait::Error;
 use nowait_control::ControlError;
-use nowait_server::{ConnectionState, ExportId, Exports, PausedDevice, PausedServer};
+use nowait_server::{ConnectionState, ExportError, ExportId, Exports, PausedDevice, PausedServer};
 use rustix::fs::{MemfdFlags, memfd_create};
-use rustix::io::Errno;
 use tracing::warn;
 
 use crate::disks::parallel_map;
@@ -46,13 +45,9 @@ impl<'a> PausedDisks<'a> {
         // Clients are served meanwhile, and the flush of the pause has little left to do.
         for_all(&disks, |served| served.disk.image.flush()).map_err(failed)?;
         let begun = Instant::now();
-        let server = exports.pause(DRAIN_TIMEOUT).map_err(|error| {
-            let why = match Errno::from_raw_os_error(error.errno()) {
-                Errno::OPNOTSUPP => "the ublk driver of this kernel cannot keep requests back (Linux 6.16 can): restart it",
-                Errno::TIMEDOUT => "requests in flight do not end",
-                _ => "it ends",
-            };
-            ControlError::Conflict(why.into())
+        let server = exports.pause(DRAIN_TIMEOUT).map_err(|error| match error {
+            ExportError::CannotKeepBack => ControlError::Conflict(format!("{error}: restart it")),
+            other => other.into(),
         })?;
         for_all(&disks, |served| served.disk.image.settle()).map_err(failed)?;
         Ok(Self { disks, server, exports: exports.clone(), begun })
@@ -93,15 +88,11 @@ impl Paused for PausedDisks<'_> {
     }
 
     fn connections(&self) -> Result<Vec<(usize, ConnectionState)>, ControlError> {
-        let states = self.server.connections();
-        let states = states.map_err(|error| ControlError::Failed(error.to_string()))?;
-        Ok(self.with_indices(states))
+        Ok(self.with_indices(self.server.connections()?))
     }
 
     fn devices(&self) -> Result<Vec<(usize, PausedDevice)>, ControlError> {
-        let devices = self.server.devices(DRAIN_TIMEOUT);
-        let devices = devices.map_err(|error| ControlError::Failed(error.to_string()))?;
-        Ok(self.with_indices(devices))
+        Ok(self.with_indices(self.server.devices(DRAIN_TIMEOUT)?))
     }
 
     fn bitmaps(&self, exports: &[ExportState]) -> Vec<Option<OwnedFd>> {
@@ -120,7 +111,7 @@ impl Paused for PausedDisks<'_> {
     }
 
     fn begin_handing_over(&mut self) -> Result<(), ControlError> {
-        self.server.begin_handing_over().map_err(|_| ControlError::Conflict("it ends".into()))
+        Ok(self.server.begin_handing_over()?)
     }
 
     fn release(mut self, successor: u32) {

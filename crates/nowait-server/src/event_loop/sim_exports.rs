@@ -8,12 +8,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nowait::sim::SimQueue;
-use nowait::{BlockDevice, BlockMap, Error, Operation};
+use nowait::{BlockDevice, BlockMap};
 
 use crate::any_export::AnyExport;
 use crate::event_loop::EventLoop;
 use crate::event_loop::sim::{Draining, Simulated};
 use crate::export::Export;
+use crate::export_error::ExportError;
 use crate::frontend::Frontend;
 use crate::loop_context::LoopContext;
 use crate::registered_export::RegisteredExport;
@@ -32,22 +33,21 @@ impl Simulated {
     /// Adds an export for clients that choose it by `name`.
     ///
     /// # Errors
-    /// `EEXIST`: there is one of that name.
+    /// [`ExportError::NameTaken`].
     pub fn add_export(
         &mut self,
         name: &str,
         disk: Arc<BlockDevice<dyn BlockMap>>,
-    ) -> Result<(), Error> {
+    ) -> Result<(), ExportError> {
         self.thread.shared.registry.add(export_of(name, disk)).map(|_| ())
     }
 
     /// Lets no further client choose an export. It is gone once [`Simulated::has_export`] says so.
     ///
     /// # Errors
-    /// `ENOENT`: there is none of that name. `EBUSY`: it is the default one.
-    pub fn remove_export(&mut self, name: &str) -> Result<(), Error> {
-        let none = Error::new(libc::ENOENT, Operation::SetUp);
-        let export = self.registered(name).ok_or(none)?;
+    /// [`ExportError::NotFound`], [`ExportError::IsDefault`].
+    pub fn remove_export(&mut self, name: &str) -> Result<(), ExportError> {
+        let export = self.registered(name).ok_or(ExportError::NotFound)?;
         let registry = &self.thread.shared.registry;
         registry.remove(export.id)?;
         registry.forget_if_over(export.id);

@@ -11,6 +11,7 @@ use nowait::{Error, Operation};
 
 use crate::any_export::AnyExport;
 use crate::export::ExportId;
+use crate::export_error::ExportError;
 use crate::nbd::connection_state::ConnectionState;
 use crate::net::listener::Listener;
 use crate::refusal_log::{self, Refusal};
@@ -39,7 +40,7 @@ pub struct PausedExport(PausedServer);
 
 impl Shared {
     /// As [`crate::Exports::pause`].
-    pub(crate) fn pause(self: &Arc<Self>, timeout: Duration) -> Result<PausedServer, Error> {
+    pub(crate) fn pause(self: &Arc<Self>, timeout: Duration) -> Result<PausedServer, ExportError> {
         let deadline = Instant::now() + timeout;
         let paused = self.pause_exports(self.registry.all(), deadline)?;
         // A connection that is accepted from now on is for another process.
@@ -54,7 +55,7 @@ impl Shared {
         if let Some(export) = paused.exports.first() {
             export.with_waiting(|waiting| waiting.listeners = listeners);
         }
-        if has_all { Ok(paused) } else { Err(Error::new(libc::ETIMEDOUT, Operation::Wait)) }
+        if has_all { Ok(paused) } else { Err(ExportError::DoesNotEnd) }
     }
 
     /// As [`crate::Exports::pause_export`].
@@ -62,7 +63,7 @@ impl Shared {
         self: &Arc<Self>,
         id: ExportId,
         timeout: Duration,
-    ) -> Result<PausedExport, Error> {
+    ) -> Result<PausedExport, ExportError> {
         let deadline = Instant::now() + timeout;
         self.pause_exports(vec![self.registered(id)?], deadline).map(PausedExport)
     }
@@ -71,26 +72,25 @@ impl Shared {
         self: &Arc<Self>,
         exports: Vec<Arc<RegisteredExport>>,
         deadline: Instant,
-    ) -> Result<PausedServer, Error> {
-        let failed = |errno| Err(Error::new(errno, Operation::Wait));
+    ) -> Result<PausedServer, ExportError> {
         let mut paused =
             PausedServer { shared: self.clone(), exports: Vec::new(), hands_over: false };
         if self.is_stopping() {
-            return failed(libc::ECANCELED);
+            return Err(ExportError::Stopping);
         }
         for export in exports {
             if export.ublk_with_node().is_some_and(|device| !device.can_pause()) {
-                return failed(libc::EOPNOTSUPP);
+                return Err(ExportError::CannotKeepBack);
             }
             if !export.begin_pause() {
-                return failed(libc::EALREADY);
+                return Err(ExportError::AlreadyPaused);
             }
             paused.exports.push(export);
         }
         self.review_exports();
         match self.wait_paused(&paused.exports, deadline) {
             true => Ok(paused),
-            false => failed(libc::ETIMEDOUT),
+            false => Err(ExportError::DoesNotEnd),
         }
     }
 
@@ -163,9 +163,10 @@ impl PausedServer {
     /// not encrypted, each with the number of its export.
     ///
     /// # Errors
-    /// `EMFILE`, `ENFILE`: there is no descriptor for a copy of each socket.
-    pub fn connections(&self) -> Result<Vec<(ExportId, ConnectionState)>, Error> {
-        let failed = |error: std::io::Error| Error::from_io(&error, Operation::SetUp);
+    /// [`ExportError::System`]: there is no descriptor for a copy of each socket.
+    pub fn connections(&self) -> Result<Vec<(ExportId, ConnectionState)>, ExportError> {
+        let failed =
+            |error: std::io::Error| ExportError::System(Error::from_io(&error, Operation::SetUp));
         let mut all = Vec::new();
         for export in &self.exports {
             let states = export.with_waiting(|waiting| {
@@ -181,8 +182,9 @@ impl PausedServer {
     /// are being handled, and half a second for those that have come in part: then their connections are closed.
     ///
     /// # Errors
-    /// `ETIMEDOUT`: one was not handled. `EMFILE`, `ENFILE`: there are no descriptors for copies.
-    pub fn devices(&self, timeout: Duration) -> Result<Vec<(ExportId, PausedDevice)>, Error> {
+    /// [`ExportError::DoesNotEnd`]: one was not handled. [`ExportError::System`]: there are no descriptors
+    /// for copies.
+    pub fn devices(&self, timeout: Duration) -> Result<Vec<(ExportId, PausedDevice)>, ExportError> {
         let now = Instant::now();
         let (soon, deadline) = (now + timeout.min(PARTIAL_MESSAGE_TIMEOUT), now + timeout);
         let mut all = Vec::new();
@@ -206,12 +208,12 @@ impl PausedServer {
     /// of the last connection or the like does not stop the server.
     ///
     /// # Errors
-    /// `ECANCELED`: it stops already.
-    pub fn begin_handing_over(&mut self) -> Result<(), Error> {
+    /// [`ExportError::Stopping`].
+    pub fn begin_handing_over(&mut self) -> Result<(), ExportError> {
         self.hands_over = self.shared.begin_handing_over();
         match self.hands_over {
             true => Ok(()),
-            false => Err(Error::new(libc::ECANCELED, Operation::Wait)),
+            false => Err(ExportError::Stopping),
         }
     }
 
@@ -238,15 +240,15 @@ impl PausedExport {
     /// that there are.
     ///
     /// # Errors
-    /// `EINVAL`: it has another name.
-    pub fn replace(&self, export: AnyExport) -> Result<(), Error> {
+    /// [`ExportError::OtherName`].
+    pub fn replace(&self, export: AnyExport) -> Result<(), ExportError> {
         let AnyExport { export, .. } = export;
         match self.0.exports.first() {
             Some(paused) if paused.export().name() == export.name() => {
                 paused.replace(export);
                 Ok(())
             }
-            _ => Err(Error::new(libc::EINVAL, Operation::SetUp)),
+            _ => Err(ExportError::OtherName),
         }
     }
 

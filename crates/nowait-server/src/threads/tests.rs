@@ -10,6 +10,7 @@ use nowait::{BlockDevice, OpenOptions};
 use tempfile::NamedTempFile;
 
 use crate::export::Export;
+use crate::export_error::ExportError;
 use crate::nbd::handshake::{Handshake, TlsState};
 use crate::nbd::wire;
 use crate::threads::*;
@@ -101,7 +102,7 @@ fn a_name_leads_to_the_first_export_that_has_it_and_is_free_once_that_is_removed
     let found = || registry.find("twice").map(|export| export.id);
     for id in [ExportId(1), ExportId(2)] {
         assert_eq!(found(), Some(id));
-        assert_eq!(registry.add(named()).err().unwrap().errno(), libc::EEXIST);
+        assert_eq!(registry.add(named()).err(), Some(ExportError::NameTaken));
         let removed = registry.remove(id).unwrap();
         registry.wait_removed(&removed, Duration::ZERO).unwrap();
     }
@@ -124,7 +125,7 @@ fn an_export_that_is_a_block_device_is_removed_only_once_its_node_is_gone() {
         exports.remove_unused(id, Duration::ZERO),
         exports.remove_by_force(id, Duration::ZERO),
     ] {
-        assert_eq!(removed.unwrap_err().errno(), libc::EBUSY);
+        assert!(matches!(removed, Err(ExportError::HasNode { id: 0, .. })), "{removed:?}");
     }
     assert_eq!(exports.find("node"), Some(id));
     // Another program has stopped the device.
@@ -183,4 +184,69 @@ fn a_thread_that_does_not_answer_a_wake_up_is_noticed() {
         assert!(exports.is_responsive(Duration::from_secs(60)));
         stop.store(true, Ordering::Relaxed);
     });
+}
+
+/// Each error that [`crate::Exports`] tells of an export with this id, beside those of removals and pauses.
+fn refusals(exports: &crate::Exports, id: ExportId, wrong: u32) -> Vec<ExportError> {
+    let none = crate::TokenBucket { size: 0, ..crate::TokenBucket::per_second(1) };
+    let limits = crate::Limits { requests: Some(none), bytes: None };
+    [
+        exports.set_limits(id, limits),
+        exports.set_client_limits(id, limits),
+        exports.set_weight(id, wrong),
+        exports.set_read_only(id, false),
+        exports.grow(id, 512),
+        exports.grow(id, i64::MAX as u64),
+    ]
+    .map(|refused| refused.unwrap_err())
+    .into()
+}
+
+#[test]
+fn a_change_of_an_export_that_is_refused_says_why() {
+    let (writable, read_only) = (file(), file());
+    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let disk = Arc::new(BlockDevice::open(read_only.path(), options).unwrap());
+    let of_reads = AnyExport::new(Export::new(disk, "reads".to_owned(), String::new()));
+    let (shared, _events) = serving(vec![export("", &writable), of_reads], 1);
+    let exports = crate::Exports(shared);
+    let [(default, _), (reads, _)] = exports.list().try_into().unwrap();
+    let expected = [ExportError::InvalidLimits, ExportError::InvalidLimits];
+    let expected = [&expected[..], &[ExportError::InvalidWeight, ExportError::ReadOnly]].concat();
+    let of_read_only = refusals(&exports, reads, 0);
+    assert_eq!(of_read_only[..4], expected);
+    assert_eq!(of_read_only[4..], [ExportError::FixedSize, ExportError::ReadOnly]);
+    exports.set_read_only(default, true).unwrap();
+    exports.set_read_only(default, false).unwrap();
+    assert_eq!(exports.set_weight(default, 10_001), Err(ExportError::InvalidWeight));
+    assert_eq!(exports.grow(default, 512), Err(ExportError::FixedSize));
+    assert!(matches!(exports.grow(default, i64::MAX as u64), Err(ExportError::Storage(_))));
+    assert_eq!(refusals(&exports, ExportId(7), 1), [(); 6].map(|()| ExportError::NotFound));
+    assert_eq!(exports.flush(ExportId(7)), Err(ExportError::NotFound));
+}
+
+#[test]
+fn a_pause_that_is_refused_says_why() {
+    let (first, second) = (file(), file());
+    let opened = std::fs::File::open(second.path()).unwrap();
+    // A driver without the features for it.
+    let device = Arc::new(UblkDevice::simulated(opened.into(), (1, 4096), 0));
+    let node = export("node", &second).at_ublk(device);
+    let (shared, _events) = serving(vec![export("", &first), node], 1);
+    let exports = crate::Exports(shared.clone());
+    let [(default, _), (node, _)] = exports.list().try_into().unwrap();
+    let refused = |id| exports.pause_export(id, Duration::ZERO).err();
+    assert_eq!(refused(node), Some(ExportError::CannotKeepBack));
+    assert_eq!(exports.pause(Duration::ZERO).err(), Some(ExportError::CannotKeepBack));
+    assert_eq!(refused(ExportId(7)), Some(ExportError::NotFound));
+    let paused = exports.pause_export(default, Duration::ZERO).unwrap();
+    assert_eq!(refused(default), Some(ExportError::AlreadyPaused));
+    assert_eq!(paused.replace(export("other", &first)), Err(ExportError::OtherName));
+    paused.replace(export("", &first)).unwrap();
+    drop(paused);
+    let used = shared.registry.get(default).unwrap().shared().begin_use();
+    assert_eq!(refused(default), Some(ExportError::DoesNotEnd));
+    drop(used);
+    shared.stop();
+    assert_eq!(refused(default), Some(ExportError::Stopping));
 }

@@ -16,6 +16,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 
 use crate::export::ExportId;
+use crate::export_error::ExportError;
 use crate::locking::lock;
 use crate::net::connection_limit::ConnectionPermit;
 use crate::net::listener::Listener;
@@ -103,9 +104,13 @@ impl ControlHandle {
     /// nothing from its sockets from then on until [`ControlHandle::resume`]. The device has to be suspended.
     ///
     /// # Errors
-    /// `ETIMEDOUT`: a message was not handled before `deadline`. `EMFILE`, `ENFILE`: there are no descriptors for
-    /// copies.
-    pub(crate) fn freeze(&self, soon: Instant, deadline: Instant) -> Result<PausedDevice, Error> {
+    /// [`ExportError::DoesNotEnd`]: a message was not handled before `deadline`. [`ExportError::System`]: there are no
+    /// descriptors for copies.
+    pub(crate) fn freeze(
+        &self,
+        soon: Instant,
+        deadline: Instant,
+    ) -> Result<PausedDevice, ExportError> {
         let mut state = self.lock();
         state.is_frozen = true;
         let mut state = self.wait_until(soon, state, |state| state.is_busy);
@@ -121,10 +126,11 @@ impl ControlHandle {
             let is_there = |state: &ControlState| state.is_busy || state.connection.is_some();
             state = self.wait_until(deadline, state, is_there);
             if is_there(&state) {
-                return Err(Error::new(libc::ETIMEDOUT, Operation::Wait));
+                return Err(ExportError::DoesNotEnd);
             }
         }
-        let failed = |error: std::io::Error| Error::from_io(&error, Operation::SetUp);
+        let failed =
+            |error: std::io::Error| ExportError::System(Error::from_io(&error, Operation::SetUp));
         let vmm = match (&state.device, &state.connection) {
             (Some(device), Some(connection)) => {
                 Some(lock(device).vmm_state(connection, state.channel.as_ref()).map_err(failed)?)
