@@ -7,7 +7,7 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
-use crate::shared_export::DEFAULT_WEIGHT;
+use nowait::DEFAULT_WEIGHT;
 
 /// The bulk members of one export.
 #[derive(Default)]

@@ -18,9 +18,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nowait::internal::AdaptivePoll;
-
 use nowait::{
-    ByteRange, Completion, Error, FD_TOKEN, Flags, Interest, IoQueue, Op, Request, Token,
+    ByteRange, Completion, DEFAULT_WEIGHT, Error, FD_TOKEN, Flags, Interest, IoQueue, Op, Request,
+    Token,
 };
 
 use crate::export::result;
@@ -30,7 +30,6 @@ use crate::latency::TIMED;
 use crate::loop_context::{DiskEngine, LoopContext, TOKEN_BITS};
 use crate::member::NO_EXPORT;
 use crate::served_export::Unused;
-use crate::shared_export::DEFAULT_WEIGHT;
 use crate::slow_requests::KEY_MASK;
 use crate::thread_handle::ThreadHandle;
 use crate::threads::{Shared, ThreadContext};

@@ -3,21 +3,17 @@
 //! Invariant: a use of an export begins only while the export is neither paused nor removed, and is
 //! counted until it is dropped. An export that is neither used nor attached has no request in flight.
 
-use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
+
+use nowait::{DEFAULT_WEIGHT, WEIGHTS};
 
 use crate::dirty_bitmaps::DirtyBitmaps;
 use crate::export::{Export, ExportId};
 use crate::locking::lock;
 use crate::rate_limit::SharedLimits;
 use crate::statistics::ExportStatistics;
-
-/// The weight of an export that has none set.
-pub(crate) const DEFAULT_WEIGHT: u32 = 100;
-/// Weights that an export may have.
-pub(crate) const WEIGHTS: RangeInclusive<u32> = 1..=10_000;
 
 /// The refusal of a use of an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +42,8 @@ pub(crate) struct SharedExport {
     pub(crate) statistics: ExportStatistics,
     pub(crate) limits: SharedLimits,
     pub(crate) bitmaps: DirtyBitmaps,
-    /// Its share of a thread beside other exports that move much, one of [`WEIGHTS`].
+    /// Its share of a thread and of the workers beside other exports that move much, one of [`WEIGHTS`]. Its
+    /// disk has the same one.
     weight: AtomicU32,
     uses: Mutex<Uses>,
     /// Copies of the flags of `uses`, for the threads.
@@ -90,6 +87,7 @@ impl SharedExport {
             let _ = export.set_read_only(true);
         }
         self.bitmaps.truncate(export.disk().size());
+        export.disk().set_weight(self.weight());
         *current = export;
     }
 
@@ -98,12 +96,15 @@ impl SharedExport {
         self.weight.load(Ordering::Relaxed)
     }
 
-    /// Has another share from the next service of a thread on. Returns false for one that is not in
-    /// [`WEIGHTS`].
+    /// Has another share from the next service of a thread, and the next request for a worker, on. Returns
+    /// false for one that is not in [`WEIGHTS`].
     pub(crate) fn set_weight(&self, weight: u32) -> bool {
         let is_valid = WEIGHTS.contains(&weight);
         if is_valid {
+            // Locked, so that an export in its place gets this weight or has it set here.
+            let export = self.export.read().unwrap_or_else(PoisonError::into_inner);
             self.weight.store(weight, Ordering::Relaxed);
+            export.disk().set_weight(weight);
         }
         is_valid
     }
@@ -232,5 +233,38 @@ impl Drop for ExportUse {
         let mut uses = self.0.lock();
         uses.members -= 1;
         self.0.notify(&uses);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nowait::{BlockDevice, BlockMap, OpenOptions};
+
+    use super::*;
+
+    type Disk = Arc<BlockDevice<dyn BlockMap>>;
+
+    /// An export of a new disk.
+    fn export() -> (Arc<Export>, Disk) {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let disk: Disk = Arc::new(BlockDevice::open(file.path(), OpenOptions::default()).unwrap());
+        (Arc::new(Export::new(disk.clone(), String::new(), String::new())), disk)
+    }
+
+    #[test]
+    fn the_disk_has_the_weight_of_its_export_also_one_that_takes_its_place() {
+        let ((first, disk), (second, other)) = (export(), export());
+        let shared = SharedExport::new(ExportId(0), first);
+        assert_eq!((shared.weight(), disk.weight()), (DEFAULT_WEIGHT, DEFAULT_WEIGHT));
+        for (weight, is_valid, then) in
+            [(1, true, 1), (0, false, 1), (10_000, true, 10_000), (10_001, false, 10_000)]
+        {
+            assert_eq!(shared.set_weight(weight), is_valid);
+            assert_eq!((shared.weight(), disk.weight()), (then, then));
+        }
+        shared.replace(second);
+        assert_eq!(other.weight(), 10_000);
+        assert!(shared.set_weight(7));
+        assert_eq!((other.weight(), disk.weight()), (7, 10_000));
     }
 }
