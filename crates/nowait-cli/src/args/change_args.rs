@@ -81,6 +81,11 @@ pub(crate) struct CreateArgs {
     #[arg(long, value_name = "TYPE", value_enum)]
     pub(crate) compression: Option<CompressionType>,
 
+    /// Let a write take a 32nd of a cluster of IMAGE: with a backing file less is copied (qcow2 only; for QEMU 5.2
+    /// and later)
+    #[arg(long)]
+    pub(crate) extended_l2: bool,
+
     /// What is reserved from the beginning
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = Preallocate::Off)]
     pub(crate) preallocation: Preallocate,
@@ -93,7 +98,8 @@ pub(crate) struct CreateArgs {
 impl CreateArgs {
     /// The optional features of IMAGE.
     pub(crate) fn features(&self) -> Features {
-        Features { compression: self.compression.map(CompressionType::what) }
+        let compression = self.compression.map(CompressionType::what);
+        Features { compression, extended_l2: self.extended_l2 }
     }
 
     /// The format of IMAGE.

@@ -133,6 +133,8 @@ pub struct Features {
     /// How its clusters are compressed, where they are compressed; `None` is deflate, which programs of
     /// any age read.
     pub compression: Option<Compression>,
+    /// Whether its L2 entries are extended: each cluster has 32 subclusters, which are allocated on their own.
+    pub extended_l2: bool,
 }
 
 /// The requested properties of a new image.

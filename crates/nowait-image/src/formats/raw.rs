@@ -72,6 +72,8 @@ fn check_terms(terms: CreateTerms) -> Result<(), String> {
         "a raw image has no clusters (leave out --cluster-size, or take --format qcow2)"
     } else if terms.features.compression.is_some() {
         "a raw image has no compressed clusters (leave out --compression, or take --format qcow2)"
+    } else if terms.features.extended_l2 {
+        "a raw image has no L2 entries (leave out --extended-l2, or take --format qcow2)"
     } else if terms.preallocation == Preallocation::Metadata {
         "a raw image has no metadata to preallocate (take falloc, or --format qcow2)"
     } else {

@@ -13,6 +13,7 @@ use crate::injected_bug::ImageBug;
 
 use crate::formats::qcow2::backing_tables::{bytes_of, clusters_of};
 use crate::qcow2_disk::backing_chain::Mapping;
+use crate::qcow2_disk::cluster_locks::ClusterGuard;
 use crate::qcow2_disk::disk::Qcow2Disk;
 use crate::qcow2_disk::extent_cache::CachedMapping;
 use crate::qcow2_disk::metadata::Metadata;
@@ -22,11 +23,13 @@ use crate::qcow2_disk::refcount_allocator::ClusterRun;
 /// Most bytes that are allocated at once; at least a cluster.
 const RUN_BYTES: u64 = 1 << 20;
 
-/// The target of a run of clusters of the disk.
+/// The target of a run of units of the disk.
 struct Allocation {
-    /// The first cluster's position in the file with the data.
+    /// The first unit of the disk.
+    first: u64,
+    /// Its position in the file with the data.
     pos: u64,
-    /// Clusters in the run.
+    /// Units in the run: some of one cluster, or all of one or more.
     count: u64,
     /// Whether the target was never written, so that it reads as zeros.
     fresh: bool,
@@ -36,11 +39,17 @@ struct Allocation {
 
 impl Qcow2Disk {
     fn bits(&self) -> u32 {
-        self.images.header().cluster_bits
+        self.images.header().unit_bits()
     }
 
-    fn cluster(&self) -> u64 {
-        self.images.header().cluster_bytes()
+    fn unit(&self) -> u64 {
+        self.images.header().unit_bytes()
+    }
+
+    /// Waits until no other request allocates the clusters of `range`, which is not empty, and holds them.
+    fn hold_clusters(&self, range: ByteRange) -> ClusterGuard<'_> {
+        let (first, count) = clusters_of(range.pos, range.len, self.images.header().cluster_bits);
+        self.cluster_locks.lock(first..first + count)
     }
 
     fn data(&self) -> &dyn Storage {
@@ -70,75 +79,110 @@ impl Qcow2Disk {
     fn write_some(&self, pos: u64, data: &mut WriteCursor<'_>) -> Result<u64, Error> {
         let (bits, left) = (self.bits(), data.len());
         let (first, count) = clusters_of(pos, left, bits);
-        let guard = self.cluster_locks.lock(first..first + count);
+        let guard = self.hold_clusters(ByteRange::new(pos, left));
         let writeback = self.images.writeback();
         let (cluster, run) = writeback.update(|metadata| metadata.lookup(first, count))?;
         if let Cluster::Data { host, copied: true } = cluster {
             drop(guard);
             let len = bytes_of(run, pos, left, bits);
-            self.write_data(host + (pos & (self.cluster() - 1)), data.take(len))?;
+            self.write_data(host + (pos & (self.unit() - 1)), data.take(len))?;
             return Ok(len);
         }
         writeback.throttle_dirty()?;
         let target = self.allocate_for(first, cluster, run, count)?;
-        let end = ((first + target.count) << bits).min(pos + left);
+        let end = ((target.first + target.count) << bits).min(pos + left);
         let len = end - pos;
-        let run = ByteRange::new(first << bits, target.count << bits);
+        let run = ByteRange::new(target.first << bits, target.count << bits);
         let copied = self.copy_on_write(run, &target, ByteRange::new(pos, len), data.take(len));
-        let linked =
-            copied.map_or_else(|error| (0, Err(error)), |()| self.link_clusters(first, &target));
+        let linked = copied.map_or_else(|error| (0, Err(error)), |()| self.link_clusters(&target));
         let (count, done) = linked;
         if count > 0 {
             writeback.mark_dirty();
         }
         if target.allocated && count < target.count {
-            let first = (target.pos >> bits) + count;
-            writeback.defer_free(ClusterRun { first, count: target.count - count });
+            writeback.defer_free(self.clusters_behind(&target, count));
         }
         done.map(|()| len)
     }
 
-    /// The target for `count` clusters of the disk from `first` on, or for fewer. The first `run`
-    /// of them are mapped as `cluster` tells, which cannot be written in place.
+    /// The clusters of the file that `target` has behind its first `count` units, which are whole clusters.
+    fn clusters_behind(&self, target: &Allocation, count: u64) -> ClusterRun {
+        let header = self.images.header();
+        let first = (target.pos + (count << self.bits())) >> header.cluster_bits;
+        let end = target.pos + (target.count << self.bits());
+        ClusterRun { first, count: end.div_ceil(header.cluster_bytes()) - first }
+    }
+
+    /// The target for `count` units of the disk from `first` on, or for fewer; for the whole cluster where that has to
+    /// move. The first `run` of them are mapped as `cluster` tells, which cannot be written in place.
     fn allocate_for(
         &self,
         first: u64,
         cluster: Cluster,
-        mut run: u64,
+        run: u64,
         count: u64,
     ) -> Result<Allocation, Error> {
         let (bits, header) = (self.bits(), self.images.header());
         let writeback = self.images.writeback();
-        if let Cluster::Zero { host: Some(pos), copied: true } = cluster {
-            return Ok(Allocation { pos, count: 1, fresh: false, allocated: false });
+        let per_cluster = 1 << header.unit_shift();
+        let inside = first & (per_cluster - 1);
+        if let Cluster::Zero { host: Some(pos), copied: true }
+        | Cluster::Reserved { host: pos, copied: true } = cluster
+        {
+            let count = run.min(count).min(per_cluster - inside);
+            return Ok(Allocation { first, pos, count, fresh: false, allocated: false });
         }
-        let count = count.min((RUN_BYTES >> bits).max(1));
+        let is_without_host =
+            matches!(cluster, Cluster::Unallocated | Cluster::Zero { host: None, .. });
+        let (first, count) = match per_cluster {
+            1 => (first, self.free_to_allocate(first, run, count)),
+            _ if !is_without_host => (first - inside, per_cluster),
+            _ if inside > 0 || count < per_cluster => (first, count.min(per_cluster - inside)),
+            _ => {
+                let free = self.free_to_allocate(first, run, count);
+                (first, (free & !(per_cluster - 1)).max(per_cluster))
+            }
+        };
+        if header.has_data_file() {
+            let pos = first << bits;
+            return Ok(Allocation { first, pos, count, fresh: false, allocated: false });
+        }
+        let (allocated, fresh) = writeback.update(|metadata| {
+            let allocated = metadata.allocate(count.div_ceil(per_cluster))?;
+            Ok((allocated, metadata.is_beyond_eof(allocated.first)))
+        })?;
+        let end = (allocated.first + allocated.count) << header.cluster_bits;
+        if let Err(error) = writeback.grow_file_to(end) {
+            writeback.defer_free(allocated);
+            return Err(error);
+        }
+        let inside = first & (per_cluster - 1);
+        let pos = (allocated.first << header.cluster_bits) + (inside << bits);
+        let count = count.min(allocated.count << header.unit_shift());
+        Ok(Allocation { first, pos, count, fresh, allocated: true })
+    }
+
+    /// How many of the `count` units of the disk from `first` on are allocated together: none that has a place already,
+    /// and of an image with subclusters none that has to move. Of the first `run` that is known.
+    fn free_to_allocate(&self, first: u64, mut run: u64, count: u64) -> u64 {
+        let count = count.min((RUN_BYTES >> self.bits()).max(1));
+        let has_subclusters = self.images.header().has_extended_l2();
+        let writeback = self.images.writeback();
         while run < count {
-            match writeback.with(|metadata| metadata.lookup(first + run, count - run)) {
+            let found = writeback.with(|metadata| metadata.lookup(first + run, count - run));
+            match found {
+                Ok((Cluster::Unallocated | Cluster::Zero { host: None, .. }, more)) => run += more,
                 Ok((
                     Cluster::Data { copied: true, .. }
                     | Cluster::Zero { host: Some(_), copied: true },
                     _,
                 ))
                 | Err(_) => break,
+                Ok(_) if has_subclusters => break,
                 Ok((_, more)) => run += more,
             }
         }
-        let count = run.min(count);
-        if header.has_data_file() {
-            let pos = first << bits;
-            return Ok(Allocation { pos, count, fresh: false, allocated: false });
-        }
-        let (allocated, fresh) = writeback.update(|metadata| {
-            let allocated = metadata.allocate(count)?;
-            Ok((allocated, metadata.is_beyond_eof(allocated.first)))
-        })?;
-        let pos = allocated.first << bits;
-        if let Err(error) = writeback.grow_file_to((allocated.first + allocated.count) << bits) {
-            writeback.defer_free(allocated);
-            return Err(error);
-        }
-        Ok(Allocation { pos, count: allocated.count, fresh, allocated: true })
+        run.min(count)
     }
 
     /// Fills the target of `run`: `data` goes to `range`, the rest is copied from the disk as it is
@@ -173,31 +217,37 @@ impl Qcow2Disk {
         self.write_data(target.pos, WriteCursor::from(&all[..]))
     }
 
-    /// Enters `target` in the tables for the clusters of the disk from `first` on. Returns how many
-    /// were entered, and the error that stopped it, if any.
-    fn link_clusters(&self, first: u64, target: &Allocation) -> (u64, Result<(), Error>) {
-        for n in 0..target.count {
-            let pos = target.pos + (n << self.bits());
-            let set = self.update_mapping(first + n, CachedMapping::Writable { pos }, |metadata| {
-                metadata.set_data(first + n, pos)
+    /// Enters `target` in the tables, a cluster at a time. Returns how many units were entered, and the error that
+    /// stopped it, if any.
+    fn link_clusters(&self, target: &Allocation) -> (u64, Result<(), Error>) {
+        let per_cluster = 1 << self.images.header().unit_shift();
+        let mut done = 0;
+        while done < target.count {
+            let (unit, pos) = (target.first + done, target.pos + (done << self.bits()));
+            let count = (per_cluster - (unit & (per_cluster - 1))).min(target.count - done);
+            let mapping = CachedMapping::Writable { pos };
+            let set = self.update_mapping(unit, count, mapping, |metadata| {
+                metadata.set_data(unit, count, pos)
             });
             if set.is_err() {
-                return (n, set);
+                return (done, set);
             }
+            done += count;
         }
-        (target.count, Ok(()))
+        (done, Ok(()))
     }
 
-    /// Changes the table entry of `cluster` of the disk, which is then at `mapping`. The extent
+    /// Changes the table entry of `count` units of the disk, which are then at `mapping`. The extent
     /// cache is updated before other threads can see the tables: otherwise the later of two reads
     /// could find the older contents (C18).
     fn update_mapping(
         &self,
-        cluster: u64,
+        unit: u64,
+        count: u64,
         mapping: CachedMapping,
         mut set: impl FnMut(&mut Metadata) -> Result<(), MetadataError>,
     ) -> Result<(), Error> {
-        let range = ByteRange::new(cluster << self.bits(), self.cluster());
+        let range = ByteRange::new(unit << self.bits(), count << self.bits());
         self.images.writeback().update(|metadata| {
             set(metadata)?;
             self.extents.update(range, mapping);
@@ -214,7 +264,7 @@ impl Qcow2Disk {
         while pos < range.end() {
             let (cluster, len) = self.images.lookup_top_for_write(pos, range.end() - pos)?;
             if let Cluster::Data { host, copied: true } = cluster {
-                let inside = pos & (self.cluster() - 1);
+                let inside = pos & (self.unit() - 1);
                 self.clear_data(ByteRange::new(host + inside, len), false)?;
             }
             pos += len;
@@ -252,7 +302,7 @@ impl Qcow2Disk {
             pos += match cluster {
                 Cluster::Zero { .. } => len,
                 Cluster::Data { host, copied: true } => {
-                    let inside = pos & (self.cluster() - 1);
+                    let inside = pos & (self.unit() - 1);
                     let keep = flags.contains(Flags::NO_UNMAP);
                     self.clear_data(ByteRange::new(host + inside, len), keep)?;
                     len
@@ -284,20 +334,47 @@ impl Qcow2Disk {
         if found == Mapping::Zeros {
             return Ok(run.min(len));
         }
-        let cluster = self.cluster();
-        let (start, size) = (pos & !(cluster - 1), self.images.header().size);
-        let end = (start + cluster).min(size);
-        if pos == start && pos + len >= end && self.images.header().version >= 3 {
-            let writeback = self.images.writeback();
-            writeback.throttle_dirty()?;
-            let number = pos >> self.bits();
-            self.update_mapping(number, CachedMapping::Hole, |metadata| metadata.set_zero(number))?;
-            writeback.mark_dirty();
-            return Ok(end - start);
+        let header = self.images.header();
+        let (unit, cluster, size) = (self.unit(), header.cluster_bytes(), header.size);
+        let (start, cluster_end) =
+            (pos & !(unit - 1), ((pos & !(cluster - 1)) + cluster).min(size));
+        if pos == start && pos + len >= (start + unit).min(size) && header.version >= 3 {
+            let end = (pos + len).min(cluster_end);
+            let end = if end == size { end } else { end & !(unit - 1) };
+            if let Some(done) = self.set_zeros(ByteRange::new(pos, end - pos))? {
+                return Ok(done);
+            }
         }
+        let end = if header.has_extended_l2() { cluster_end } else { (start + unit).min(size) };
         let len_in_cluster = len.min(end - pos);
         let zeros = IoBuffer::zeroed(len_in_cluster as usize)?;
         self.write_all(pos, WriteCursor::from(&zeros[..]))?;
         Ok(len_in_cluster)
+    }
+
+    /// Makes some of `range`, whole units of one cluster, zeros in the tables. Returns how many bytes: none if they were
+    /// written meanwhile, and have to be looked up again; `None` where the tables cannot tell it.
+    fn set_zeros(&self, range: ByteRange) -> Result<Option<u64>, Error> {
+        let (header, writeback) = (self.images.header(), self.images.writeback());
+        let unit = range.pos >> self.bits();
+        let mut count = range.len.div_ceil(self.unit());
+        // The subclusters beside these may be moving to another cluster, with the states that they have now.
+        let _guard = header.has_extended_l2().then(|| self.hold_clusters(range));
+        if header.has_extended_l2() {
+            let (cluster, run) = writeback.update(|metadata| metadata.lookup(unit, count))?;
+            let is_first = unit & ((1 << header.unit_shift()) - 1) == 0;
+            let is_last = count == 1 << header.unit_shift() || range.end() == header.size;
+            match cluster {
+                Cluster::Data { copied: true, .. } => return Ok(Some(0)),
+                Cluster::Compressed { .. } if is_first && is_last => {}
+                Cluster::Compressed { .. } => return Ok(None),
+                _ => count = run.min(count),
+            }
+        }
+        writeback.throttle_dirty()?;
+        let mapping = CachedMapping::Hole;
+        self.update_mapping(unit, count, mapping, |metadata| metadata.set_zero(unit, count))?;
+        writeback.mark_dirty();
+        Ok(Some((count << self.bits()).min(range.len)))
     }
 }

@@ -141,7 +141,7 @@ impl BackingChain {
     /// # Errors
     /// `EIO` where its tables are damaged; the errno of a failed read.
     pub(crate) fn lookup_top(&self, pos: u64, len: u64) -> Result<(Cluster, u64), Error> {
-        let bits = self.header.cluster_bits;
+        let bits = self.header.unit_bits();
         let (first, max_clusters) = clusters_of(pos, len, bits);
         let (cluster, count) =
             self.writeback.with(|metadata| metadata.lookup(first, max_clusters))?;
@@ -153,7 +153,7 @@ impl BackingChain {
     /// # Errors
     /// As [`MetadataWriteback::update`].
     pub(crate) fn lookup_top_for_write(&self, pos: u64, len: u64) -> Result<(Cluster, u64), Error> {
-        let bits = self.header.cluster_bits;
+        let bits = self.header.unit_bits();
         let (first, max_clusters) = clusters_of(pos, len, bits);
         let (cluster, count) =
             self.writeback.update(|metadata| metadata.lookup(first, max_clusters))?;
@@ -189,7 +189,7 @@ impl BackingChain {
             Some(Some(below)) => below,
             Some(None) => return Ok(Resolved { found: None, len, reads: 0 }),
             None => {
-                let bits = self.header.cluster_bits;
+                let bits = self.header.unit_bits();
                 let (first, max_clusters) = clusters_of(pos, len, bits);
                 let ((cluster, count), reads) = self.writeback.scan(first, max_clusters)?;
                 let found = mapping_of_entry(0, cluster, pos, &self.header);
@@ -330,14 +330,15 @@ impl BackingChain {
 /// The mapping of the byte at `pos` of the disk in an image's cluster; `None` if the image below
 /// has it.
 fn mapping_of_entry(file: u8, cluster: Cluster, pos: u64, header: &Header) -> Option<Mapping> {
-    let inside = pos & (header.cluster_bytes() - 1);
+    let inside = pos & (header.unit_bytes() - 1);
     match cluster {
-        Cluster::Unallocated => None,
+        Cluster::Unallocated | Cluster::Reserved { .. } | Cluster::Mixed { .. } => None,
         Cluster::Zero { .. } => Some(Mapping::Zeros),
         Cluster::Data { host, copied } => {
             Some(Mapping::Data { file, pos: host + inside, writable: file == 0 && copied })
         }
-        Cluster::Compressed { pos, len } => {
+        Cluster::Compressed { pos: host, len } => {
+            let (pos, inside) = (host, pos & (header.cluster_bytes() - 1));
             Some(Mapping::Compressed { file, pos, len, skip: inside, packing: header.packing() })
         }
     }

@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 use crate::formats::qcow2::entries::{COPIED, Cluster, L1Entry, ZERO, with_copied};
 use crate::formats::qcow2::header::{Header, be64};
 use crate::formats::qcow2::lookup::run_of;
+use crate::formats::qcow2::subclusters::{ALL_ZEROS, mask, units};
 
 use crate::formats::qcow2::read_ahead::{AHEAD_BYTES, near};
 use crate::qcow2_disk::damage::{ClusterUse, Damage};
@@ -35,7 +36,22 @@ const MAX_AHEAD: usize = 4096;
 const MAX_FAR: usize = 16;
 
 fn is_copied(cluster: Cluster) -> bool {
-    matches!(cluster, Cluster::Data { copied: true, .. } | Cluster::Zero { copied: true, .. })
+    matches!(
+        cluster,
+        Cluster::Data { copied: true, .. }
+            | Cluster::Zero { copied: true, .. }
+            | Cluster::Reserved { copied: true, .. }
+    )
+}
+
+/// The position that `cluster` has in the file with the data, if any.
+fn host_of(cluster: Cluster) -> Option<u64> {
+    match cluster {
+        Cluster::Data { host, .. }
+        | Cluster::Zero { host: Some(host), .. }
+        | Cluster::Reserved { host, .. } => Some(host),
+        _ => None,
+    }
 }
 
 impl Metadata {
@@ -85,9 +101,9 @@ impl Metadata {
         self.allocator.as_ref().map_or(self.reserved.file_end(), RefcountAllocator::end)
     }
 
-    /// The position of the L2 table for `cluster` of the disk, if it has one.
-    fn l2_table_for(&self, cluster: u64) -> Result<Option<u64>, Damage> {
-        let index = (cluster / self.header.l2_entries()) as usize;
+    /// The position of the L2 table for unit number `unit` of the disk, if it has one.
+    fn l2_table_for(&self, unit: u64) -> Result<Option<u64>, Damage> {
+        let index = (unit / self.header.l2_units()) as usize;
         let entry = self.l1.get(index).copied().unwrap_or_default();
         match L1Entry::parse(entry, &self.header).map_err(|bad| Damage::Entry(bad.words()))? {
             L1Entry::Empty => Ok(None),
@@ -95,25 +111,24 @@ impl Metadata {
         }
     }
 
-    /// The position of the cached block with the L2 entry of `cluster` of the disk, and the entry's
+    /// The position of the cached block with the L2 entry of `unit` of the disk, and the entry's
     /// offset in it. The L2 table is at `table`.
-    fn entry_location(&self, table: u64, cluster: u64) -> (u64, usize) {
-        let pos = table + cluster % self.header.l2_entries() * 8;
+    fn entry_location(&self, table: u64, unit: u64) -> (u64, usize) {
+        let entry = (unit % self.header.l2_units()) >> self.header.unit_shift();
+        let pos = table + entry * self.header.entry_bytes();
         let start = pos & !(self.cache.block() - 1);
         (start, (pos - start) as usize)
     }
 
-    /// Looks up `cluster` of the disk. Returns its mapping and how many clusters continue it, at
-    /// most `max`. A cluster is reported as exclusive (`copied`) only if its entry, the L2 table's
+    /// Looks up `unit` of the disk. Returns its mapping and how many units continue it, at
+    /// most `max`. One is reported as exclusive (`copied`) only if its entry, the L2 table's
     /// use and the refcount all say so: any other is never written in place.
-    pub(crate) fn lookup(&self, cluster: u64, max: u64) -> Result<(Cluster, u64), MetadataError> {
+    pub(crate) fn lookup(&self, unit: u64, max: u64) -> Result<(Cluster, u64), MetadataError> {
         #[cfg(test)]
         self.lookups.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let (first, count, table) = self.run_from(cluster, max, true)?;
-        match (first, table) {
-            (Cluster::Data { host, .. } | Cluster::Zero { host: Some(host), .. }, Some(table))
-                if !self.header.has_data_file() =>
-            {
+        let (first, count, table) = self.run_from(unit, max, true)?;
+        match (host_of(first), table) {
+            (Some(host), Some(table)) if !self.header.has_data_file() => {
                 self.check_entry(first, host, count, table)
             }
             _ => Ok((first, count)),
@@ -122,39 +137,51 @@ impl Metadata {
 
     /// As [`Metadata::lookup`], for a caller that does no I/O there: `copied` means nothing, and
     /// compressed clusters form one run.
-    pub(crate) fn scan(&self, cluster: u64, max: u64) -> Result<(Cluster, u64), MetadataError> {
-        let (first, count, _) = self.run_from(cluster, max, false)?;
-        match first {
-            Cluster::Data { host, .. } | Cluster::Zero { host: Some(host), .. }
-                if !self.header.has_data_file() =>
-            {
-                let bits = self.header.cluster_bits;
-                match self.reserved.can_be_data(host >> bits, count) {
+    pub(crate) fn scan(&self, unit: u64, max: u64) -> Result<(Cluster, u64), MetadataError> {
+        let (first, count, _) = self.run_from(unit, max, false)?;
+        match host_of(first) {
+            Some(host) if !self.header.has_data_file() => {
+                let clusters = self.clusters_at(host, count);
+                match self.reserved.can_be_data(clusters.first, clusters.count) {
                     0 => Err(Damage::DataAt(host).into()),
-                    count => Ok((first, count)),
+                    clusters => Ok((first, self.units_at(host, clusters).min(count))),
                 }
             }
             _ => Ok((first, count)),
         }
     }
 
-    /// The blocks of L2 tables, in order, that a scan of the `max` clusters of the disk from
+    /// The clusters of the file with the `count` units at `host`.
+    fn clusters_at(&self, host: u64, count: u64) -> ClusterRun {
+        let (bits, end) = (self.header.cluster_bits, host + (count << self.header.unit_bits()));
+        let first = host >> bits;
+        ClusterRun { first, count: end.div_ceil(self.header.cluster_bytes()) - first }
+    }
+
+    /// The units from `host` on in `clusters` clusters of the file, the first of which contains it.
+    fn units_at(&self, host: u64, clusters: u64) -> u64 {
+        let inside = (host & (self.header.cluster_bytes() - 1)) >> self.header.unit_bits();
+        (clusters << self.header.unit_shift()) - inside
+    }
+
+    /// The blocks of L2 tables, in order, that a scan of the `max` units of the disk from
     /// `first` on will need and that lie near enough to the one at `missing`, which it needs now,
     /// to be in one read.
     pub(crate) fn ahead(&self, first: u64, max: u64, missing: u64) -> Vec<u64> {
-        let (block, entries) = (self.cache.block(), self.header.l2_entries());
+        let (block, in_table) = (self.cache.block(), self.header.l2_units());
         let (mut found, mut far) = (vec![missing], 0);
-        let (mut cluster, end) = (first, first.saturating_add(max));
+        let (mut unit, end) = (first, first.saturating_add(max));
         for _ in 0..MAX_AHEAD {
-            if cluster >= end || far > MAX_FAR || found.len() as u64 * block >= AHEAD_BYTES {
+            if unit >= end || far > MAX_FAR || found.len() as u64 * block >= AHEAD_BYTES {
                 break;
             }
-            let Ok(Some(table)) = self.l2_table_for(cluster) else {
-                cluster = (cluster / entries + 1) * entries;
+            let Ok(Some(table)) = self.l2_table_for(unit) else {
+                unit = (unit / in_table + 1) * in_table;
                 continue;
             };
-            let (start, at) = self.entry_location(table, cluster);
-            cluster += (block - at as u64) / 8;
+            let (start, at) = self.entry_location(table, unit);
+            let (shift, entries) = (self.header.unit_shift(), block - at as u64);
+            unit = ((unit >> shift) + entries / self.header.entry_bytes()) << shift;
             match start.abs_diff(missing) < AHEAD_BYTES {
                 true if self.cache.get(start).is_err() => found.push(start),
                 true => {}
@@ -166,39 +193,39 @@ impl Metadata {
         near(&found, missing, block)
     }
 
-    /// The mapping of `cluster` of the disk, the length of its run in clusters, and the position of
+    /// The mapping of `unit` of the disk, the length of its run in units, and the position of
     /// its L2 table, if it has one. With `for_io`, a run also ends where [`COPIED`] changes, and a
     /// compressed cluster is a run of its own.
     fn run_from(
         &self,
-        cluster: u64,
+        unit: u64,
         max: u64,
         for_io: bool,
     ) -> Result<(Cluster, u64, Option<u64>), MetadataError> {
-        let to_table_end = self.header.l2_entries() - cluster % self.header.l2_entries();
-        let Some(table) = self.l2_table_for(cluster)? else {
-            let index = (cluster / self.header.l2_entries()) as usize;
-            let max_tables = (max / self.header.l2_entries() + 1) as usize;
+        let in_table = self.header.l2_units();
+        let to_table_end = in_table - unit % in_table;
+        let Some(table) = self.l2_table_for(unit)? else {
+            let index = (unit / in_table) as usize;
+            let max_tables = (max / in_table + 1) as usize;
             let empty = self.l1.iter().skip(index + 1).take(max_tables);
             let empty = empty.take_while(|&&entry| entry == 0).count() as u64;
-            let run = to_table_end + empty * self.header.l2_entries();
+            let run = to_table_end + empty * in_table;
             return Ok((Cluster::Unallocated, max.clamp(1, run), None));
         };
-        let (start, at) = self.entry_location(table, cluster);
-        let entries = self.cache.get(start)?.get(at..).unwrap_or_default().chunks_exact(8);
-        let entries = entries
-            .take(max.max(1) as usize)
-            .map(|entry| Cluster::parse(be64(entry, 0), &self.header));
+        let (start, at) = self.entry_location(table, unit);
+        let entries = self.cache.get(start)?.get(at..).unwrap_or_default();
+        let inside = unit & ((1 << self.header.unit_shift()) - 1);
+        let units = units(entries, inside, &self.header).take(max.max(1) as usize);
         // Compressed clusters are decompressed one by one.
         let is_one =
             |last: Cluster, next| is_copied(last) == is_copied(next) && !last.is_compressed();
         let goes_on = |last, next| !for_io || is_one(last, next);
-        let (first, count) = run_of(entries, self.header.cluster_bytes(), goes_on)
+        let (first, count) = run_of(units, self.header.unit_bytes(), goes_on)
             .map_err(|bad| Damage::Entry(bad.words()))?;
         Ok((first, count, Some(table)))
     }
 
-    /// Checks a run of `count` clusters at `host`, whose entries are in the L2 table at `table`, as
+    /// Checks a run of `count` units at `host`, whose entries are in the L2 table at `table`, as
     /// described at [`Metadata::lookup`].
     fn check_entry(
         &self,
@@ -207,26 +234,27 @@ impl Metadata {
         count: u64,
         table: u64,
     ) -> Result<(Cluster, u64), MetadataError> {
-        let bits = self.header.cluster_bits;
-        let count = self.reserved.can_be_data(host >> bits, count);
-        if count == 0 {
+        let mut clusters = self.clusters_at(host, count);
+        clusters.count = self.reserved.can_be_data(clusters.first, clusters.count);
+        if clusters.count == 0 {
             return Err(Damage::DataAt(host).into());
         }
+        let units = |clusters| self.units_at(host, clusters).min(count);
         let Some(allocator) = self.allocator.as_ref().filter(|_| is_copied(first)) else {
-            return Ok((first, count));
+            return Ok((first, units(clusters.count)));
         };
-        let clusters = ClusterRun { first: host >> bits, count };
-        let (mut exclusive, mut count) = (false, count);
-        if !self.reserved.is_shared(table >> bits) {
-            (exclusive, count) =
+        let mut exclusive = false;
+        if !self.reserved.is_shared(table >> self.header.cluster_bits) {
+            (exclusive, clusters.count) =
                 allocator.exclusive_run(&self.cache, &self.header, &self.reserved, clusters)?;
         }
         let checked = match first {
             Cluster::Data { host, .. } => Cluster::Data { host, copied: exclusive },
             Cluster::Zero { host, .. } => Cluster::Zero { host, copied: exclusive },
+            Cluster::Reserved { host, .. } => Cluster::Reserved { host, copied: exclusive },
             other => other,
         };
-        Ok((checked, count))
+        Ok((checked, units(clusters.count)))
     }
 
     /// Allocates at least one and at most `max` clusters of the file.
@@ -273,28 +301,70 @@ impl Metadata {
         allocator.free(cache, header, reserved, cluster, references)
     }
 
-    /// Maps `cluster` of the disk to the exclusive cluster at `host` in the file with the data.
-    pub(crate) fn set_data(&mut self, cluster: u64, host: u64) -> Result<(), MetadataError> {
-        self.set(cluster, with_copied(host))
+    /// Maps `count` units of the disk from `unit` on, all of one cluster, to those at `host` in the file with the
+    /// data, whose cluster is exclusive. Where that replaces another cluster or compressed data, the units are all of
+    /// the cluster.
+    pub(crate) fn set_data(
+        &mut self,
+        unit: u64,
+        count: u64,
+        host: u64,
+    ) -> Result<(), MetadataError> {
+        let inside = unit & ((1 << self.header.unit_shift()) - 1);
+        let entry = with_copied(host - (inside << self.header.unit_bits()));
+        let set = mask(inside, count);
+        self.set(unit, |old, words| {
+            let kept = match old {
+                Cluster::Data { host, .. } if with_copied(host) == entry => words[1],
+                Cluster::Unallocated => words[1],
+                _ => 0,
+            };
+            [entry, kept & !(set | set << 32) | set]
+        })
     }
 
-    /// Makes `cluster` of the disk zeros, without a cluster of the file.
-    pub(crate) fn set_zero(&mut self, cluster: u64) -> Result<(), MetadataError> {
-        self.set(cluster, ZERO)
+    /// Makes `count` units of the disk from `unit` on, all of one cluster, zeros: a cluster without a cluster of the
+    /// file, a subcluster by its bit. Of a compressed cluster they are all.
+    pub(crate) fn set_zero(&mut self, unit: u64, count: u64) -> Result<(), MetadataError> {
+        let set = mask(unit & ((1 << self.header.unit_shift()) - 1), count);
+        let has_bitmap = self.header.has_extended_l2();
+        self.set(unit, |old, [entry, bitmap]| match old {
+            _ if !has_bitmap => [ZERO, 0],
+            Cluster::Compressed { .. } => [0, ALL_ZEROS],
+            _ => [entry, bitmap & !set | set << 32],
+        })
     }
 
-    /// Sets the L2 entry of `cluster` of the disk, and defers the free of what it replaces.
-    fn set(&mut self, cluster: u64, entry: u64) -> Result<(), MetadataError> {
+    /// Changes the words of the L2 entry of `unit` of the disk, and defers the free of what it replaces.
+    fn set(
+        &mut self,
+        unit: u64,
+        change: impl Fn(Cluster, [u64; 2]) -> [u64; 2],
+    ) -> Result<(), MetadataError> {
         if self.damaged {
             return Err(Damage::Known.into());
         }
-        let table = self.ensure_l2_table(cluster)?;
-        let (start, at) = self.entry_location(table, cluster);
+        let table = self.ensure_l2_table(unit)?;
+        let (start, at) = self.entry_location(table, unit);
         let block = self.cache.get_mut(start, WriteOrder::Mappings)?;
         let before = be64(block, at);
-        put(block, at, entry);
+        let old = Cluster::parse(before, &self.header);
+        let entry = match self.header.has_extended_l2() {
+            false => {
+                let [entry, _] = change(old.unwrap_or(Cluster::Unallocated), [before, 0]);
+                put(block, at, entry);
+                entry
+            }
+            true => {
+                let old = old.map_err(|bad| Damage::Entry(bad.words()))?;
+                let [entry, bitmap] = change(old, [before, be64(block, at + 8)]);
+                put(block, at, entry);
+                put(block, at + 8, bitmap);
+                entry
+            }
+        };
         let bits = self.header.cluster_bits;
-        match Cluster::parse(before, &self.header) {
+        match old {
             Ok(Cluster::Compressed { pos, len }) => {
                 let (first, last) = (pos >> bits, (pos + len - 1) >> bits);
                 self.defer_free(ClusterRun { first, count: last - first + 1 }, true);
@@ -309,12 +379,12 @@ impl Metadata {
         Ok(())
     }
 
-    /// The position of the L2 table for `cluster` of the disk, allocated if there is none. A shared
+    /// The position of the L2 table for `unit` of the disk, allocated if there is none. A shared
     /// table is not written to: there are no snapshots, so the other user is unknown.
-    fn ensure_l2_table(&mut self, cluster: u64) -> Result<u64, MetadataError> {
-        let index = cluster / self.header.l2_entries();
+    fn ensure_l2_table(&mut self, unit: u64) -> Result<u64, MetadataError> {
+        let index = unit / self.header.l2_units();
         let entry = self.l1.get(index as usize).copied().unwrap_or_default();
-        if let Some(pos) = self.l2_table_for(cluster)? {
+        if let Some(pos) = self.l2_table_for(unit)? {
             return match entry & COPIED != 0 {
                 _ if self.reserved.is_shared(pos >> self.header.cluster_bits) => {
                     Err(Damage::Shared(pos).into())

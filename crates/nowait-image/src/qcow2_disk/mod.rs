@@ -183,7 +183,7 @@ fn open_map(
     let header = header_of(top)?;
     let writeback = Arc::new(open_writeback(top, header, options)?);
     let mut below = Vec::new();
-    let mut shift = header.cluster_bits;
+    let mut shift = header.unit_bits();
     let mut files = 1;
     for layer in files_below(chain) {
         below.push(open_below(layer, files, options)?);

@@ -90,6 +90,7 @@ impl Images {
         if format == "qcow2" {
             options.push(format!("cluster_size={cluster}"));
             match random.below(8) {
+                1 if cluster >= 16 << 10 => options.push("extended_l2=on".into()),
                 0 | 1 => options.push("compat=0.10".into()),
                 2 => options.push("lazy_refcounts=on".into()),
                 3 => options.push("refcount_bits=1".into()),
@@ -97,6 +98,7 @@ impl Images {
                 5 if below.is_none() => options.push(format!("data_file={name}.data")),
                 6 if below.is_none() => options.push("preallocation=metadata".into()),
                 7 => options.push("compression_type=zstd".into()),
+                _ if cluster >= 16 << 10 => options.push("extended_l2=on".into()),
                 _ => {}
             }
         }

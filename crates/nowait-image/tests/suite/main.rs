@@ -18,6 +18,7 @@ mod refusals;
 mod resize;
 mod served;
 mod snapshots;
+mod subclusters;
 mod vhdx;
 mod vmdk;
 mod zstd;

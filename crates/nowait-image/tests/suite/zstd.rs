@@ -34,7 +34,7 @@ fn a_new_image_with_zstd_takes_compressed_clusters_from_qemu_and_has_their_bytes
         return;
     }
     let images = Images::none("disk.qcow2");
-    let features = Features { compression: Some(Compression::Zstd) };
+    let features = Features { compression: Some(Compression::Zstd), ..Features::default() };
     let options = CreateOptions { features, ..CreateOptions::new(Format::Qcow2, Some(8 << 20)) };
     create(&images.path(), &options).unwrap();
     let info = qemu_img(images.directory(), &["info", images.name()]);

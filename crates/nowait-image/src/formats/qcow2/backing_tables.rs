@@ -12,6 +12,7 @@ use crate::formats::qcow2::entries::{Cluster, L1Entry};
 use crate::formats::qcow2::header::{Header, be64};
 use crate::formats::qcow2::lookup::run_of;
 use crate::formats::qcow2::read_ahead::near;
+use crate::formats::qcow2::subclusters::units;
 use crate::image_file::ImageFile;
 
 /// Bytes of tables that are read at once, aligned to that. A table that crosses the border of a
@@ -96,13 +97,13 @@ impl BackingTables {
         for_io: bool,
         reads: &mut usize,
     ) -> Result<(Cluster, u64), Error> {
-        let (header, bits) = (&*self.header, self.header.cluster_bits);
+        let (header, bits) = (&*self.header, self.header.unit_bits());
         let (first, max_clusters) = clusters_of(pos, len, bits);
         let last = first + max_clusters - 1;
-        let (index, inside) = (first / header.l2_entries(), first % header.l2_entries());
+        let (index, inside) = (first / header.l2_units(), first % header.l2_units());
         let block = self.block(header.l1_pos + index * 8, std::iter::empty(), reads)?;
         let mut tables = entries(&block, header.l1_pos + index * 8)
-            .take((last / header.l2_entries() - index + 1) as usize)
+            .take((last / header.l2_units() - index + 1) as usize)
             .map(|entry| L1Entry::parse(entry, header));
         let table = match tables.next() {
             Some(Ok(L1Entry::Table { pos, .. })) => pos,
@@ -110,22 +111,24 @@ impl BackingTables {
             Some(Ok(L1Entry::Empty)) | None => {
                 let empty_tables =
                     tables.take_while(|next| *next == Ok(L1Entry::Empty)).count() as u64;
-                let run = (empty_tables + 1) * header.l2_entries() - inside;
+                let run = (empty_tables + 1) * header.l2_units() - inside;
                 return Ok((Cluster::Unallocated, bytes_of(run, pos, len, bits)));
             }
         };
         if table + header.cluster_bytes() > self.end {
             return Err(damaged());
         }
-        let max_clusters = max_clusters.min(header.l2_entries() - inside);
+        let max_clusters = max_clusters.min(header.l2_units() - inside);
+        let (entry, unit) =
+            (inside >> header.unit_shift(), inside & (header.l2_units() / header.l2_entries() - 1));
+        let entry_pos = table + entry * header.entry_bytes();
         let ahead = tables.filter_map(table_pos).take(if for_io { 0 } else { MAX_AHEAD });
-        let block = self.block(table + inside * 8, ahead, reads)?;
-        let clusters = entries(&block, table + inside * 8).take(max_clusters as usize);
-        let clusters = clusters.map(|entry| Cluster::parse(entry, header));
+        let block = self.block(entry_pos, ahead, reads)?;
+        let clusters = units(behind(&block, entry_pos), unit, header).take(max_clusters as usize);
         // Compressed clusters are decompressed one by one.
         let goes_on = |last: Cluster, _| !for_io || !last.is_compressed();
         let (cluster, run) =
-            run_of(clusters, header.cluster_bytes(), goes_on).map_err(|_| damaged())?;
+            run_of(clusters, header.unit_bytes(), goes_on).map_err(|_| damaged())?;
         match cluster {
             Cluster::Data { host, .. } if !header.has_data_file() => {
                 let inside = self.end.saturating_sub(host) >> bits;
@@ -199,8 +202,12 @@ fn table_pos(entry: Result<L1Entry, crate::formats::qcow2::entries::BadEntry>) -
     }
 }
 
-/// The entries of a table from the one at `pos` in the file on, as far as they are in `block`.
+/// What is in `block` from the byte at `pos` in the file on.
+fn behind(block: &[u8], pos: u64) -> &[u8] {
+    block.get((pos & (BLOCK_BYTES - 1)) as usize..).unwrap_or_default()
+}
+
+/// The entries of an L1 table from the one at `pos` in the file on, as far as they are in `block`.
 fn entries(block: &[u8], pos: u64) -> impl Iterator<Item = u64> {
-    let at = (pos & (BLOCK_BYTES - 1)) as usize;
-    block.get(at..).unwrap_or_default().chunks_exact(8).map(|entry| be64(entry, 0))
+    behind(block, pos).chunks_exact(8).map(|entry| be64(entry, 0))
 }

@@ -43,10 +43,11 @@ impl LayerMap for ClusterMap<'_> {
 
     fn status(&mut self, pos: u64, len: u64) -> Result<Status, ImageError> {
         let (cluster, len) = self.tables.lookup(pos, len)?;
-        let inside = pos % self.header.cluster_bytes();
+        let inside = pos % self.header.unit_bytes();
         let status = Status { len, data: false, zero: false, offset: None, file: 0 };
         match cluster {
-            Cluster::Unallocated => Ok(status),
+            Cluster::Unallocated | Cluster::Mixed { .. } => Ok(status),
+            Cluster::Reserved { host, .. } => Ok(Status { offset: Some(host + inside), ..status }),
             Cluster::Compressed { .. } => Ok(Status { data: true, ..status }),
             Cluster::Zero { host, .. } => {
                 Ok(Status { zero: true, offset: host.map(|host| host + inside), ..status })

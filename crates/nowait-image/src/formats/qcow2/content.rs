@@ -21,7 +21,7 @@ use crate::image_file::ImageFile;
 
 impl Content for Header {
     fn unit(&self) -> Option<u64> {
-        Some(self.cluster_bytes())
+        Some(self.unit_bytes())
     }
 
     fn backing(&self) -> Option<&BackingName> {
@@ -29,7 +29,7 @@ impl Content for Header {
     }
 
     fn disk(&self, layer: &Layer, below: Option<ImagoDisk>) -> io::Result<ImagoDisk> {
-        if self.compression != Compression::Deflate {
+        if self.compression != Compression::Deflate || self.has_extended_l2() {
             let disk = TableReader::new(self, layer, below)?;
             let storage = ImagoStorage::mapped(&layer.file, Box::new(disk));
             let gate = DenyImplicitOpenGate::default();

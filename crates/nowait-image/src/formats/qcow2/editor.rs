@@ -23,6 +23,7 @@ use crate::formats::qcow2::header::{Header, MAX_L1_BYTES};
 use crate::formats::qcow2::layout;
 use crate::formats::qcow2::lookup::read_table;
 use crate::formats::qcow2::offline_allocator::RefcountAllocator;
+use crate::formats::qcow2::subclusters::{whole, words_of_whole};
 use crate::image_file::ImageFile;
 
 /// Bytes of new data and of tables after which a batch is committed; small in tests, so that these
@@ -34,10 +35,11 @@ const L1_AT: u64 = 36;
 /// An L2 table that is being changed.
 struct Table {
     pos: u64,
+    /// The words of its entries.
     entries: Vec<u64>,
     /// Whether the L1 table in the file points to it.
     linked: bool,
-    /// Entries that are not in the file yet; empty if there are none.
+    /// Words that are not in the file yet; empty if there are none.
     changed: Range<usize>,
 }
 
@@ -134,15 +136,23 @@ impl<'a> Editor<'a> {
             return Ok(Cluster::Unallocated);
         }
         let table = self.tables.get(&l1_index);
-        let entry = table.and_then(|table| table.entries.get(at)).copied().unwrap_or_default();
-        Cluster::parse(entry, &self.header).map_err(damaged)
+        let words = table.and_then(|table| table.entries.get(at..at + self.header.entry_words()));
+        whole(words.unwrap_or_default(), &self.header).map_err(damaged)
     }
 
-    /// The position of the data of cluster `index` in the file, if it may be written in place.
+    /// The position of the data of cluster `index` in the file, if all of it may be written in place.
     pub(crate) fn in_place(&mut self, index: u64) -> io::Result<Option<u64>> {
         match self.cluster(index)? {
             Cluster::Data { host, copied: true } => Ok(Some(host)),
             _ => Ok(None),
+        }
+    }
+
+    /// As [`Editor::in_place`], also of a cluster that has data in some of its subclusters only.
+    pub(crate) fn exclusive_host(&mut self, index: u64) -> io::Result<Option<u64>> {
+        match self.cluster(index)? {
+            Cluster::Mixed { host, copied: true } => Ok(host),
+            _ => self.in_place(index),
         }
     }
 
@@ -309,30 +319,34 @@ impl<'a> Editor<'a> {
         if self.batch_bytes + tables > BATCH_BYTES { self.commit_batch() } else { Ok(()) }
     }
 
-    /// The index of the L1 entry for cluster `index`, and of the entry in its L2 table.
+    /// The index of the L1 entry for cluster `index`, and of the entry's first word in its L2 table.
     const fn entry_location(&self, index: u64) -> (u64, usize) {
         let entries = self.header.l2_entries();
-        (index / entries, (index % entries) as usize)
+        (index / entries, (index % entries) as usize * self.header.entry_words())
     }
 
-    /// Changes entry `index` from `old` to `entry`.
+    /// Changes entry `index` from `old` to `entry`, which is that of an image without subclusters.
     fn replace(&mut self, index: u64, old: Cluster, entry: u64) -> io::Result<()> {
         let (l1_index, at) = self.entry_location(index);
         if !self.load(l1_index)? {
             self.add_table(l1_index)?;
         }
         let Some(table) = self.tables.get_mut(&l1_index) else { return Ok(()) };
-        if let Some(slot) = table.entries.get_mut(at) {
-            *slot = entry;
+        let end = at + self.header.entry_words();
+        if let Some(slots) = table.entries.get_mut(at..end) {
+            let words = words_of_whole(entry, &self.header);
+            slots.iter_mut().zip(words).for_each(|(slot, word)| *slot = word);
             table.changed = match table.changed.is_empty() {
-                true => at..at + 1,
-                false => table.changed.start.min(at)..table.changed.end.max(at + 1),
+                true => at..end,
+                false => table.changed.start.min(at)..table.changed.end.max(end),
             };
         }
         let is_kept = |host: u64| entry & !ZERO == with_copied(host);
         let bits = self.header.cluster_bits;
         match old {
-            Cluster::Data { host, copied } | Cluster::Zero { host: Some(host), copied }
+            Cluster::Data { host, copied }
+            | Cluster::Zero { host: Some(host), copied }
+            | Cluster::Mixed { host: Some(host), copied }
                 if !is_kept(host) =>
             {
                 match copied {
@@ -361,14 +375,15 @@ impl<'a> Editor<'a> {
         if self.tables.len() as u64 * self.cluster_bytes() >= BATCH_BYTES {
             self.commit_batch()?;
         }
-        let entries = read_table(self.file, pos, self.header.l2_entries())?;
+        let words = self.header.l2_entries() * self.header.entry_words() as u64;
+        let entries = read_table(self.file, pos, words)?;
         self.tables.insert(l1_index, Table { pos, entries, linked: true, changed: 0..0 });
         Ok(true)
     }
 
     fn add_table(&mut self, l1_index: u64) -> io::Result<()> {
         let pos = self.allocator.allocate(1)?;
-        let entries = vec![0; self.header.l2_entries() as usize];
+        let entries = vec![0; self.header.l2_entries() as usize * self.header.entry_words()];
         self.tables.insert(l1_index, Table { pos, entries, linked: false, changed: 0..0 });
         if let Some(entry) = self.l1.get_mut(l1_index as usize) {
             *entry = with_copied(pos);

@@ -9,9 +9,10 @@ use crate::formats::driver::{CreateTerms, Preallocation};
 use crate::formats::layer::BackingName;
 use crate::formats::qcow2::encode::encode;
 use crate::formats::qcow2::entries::with_copied;
-use crate::formats::qcow2::header::Header;
+use crate::formats::qcow2::header::{Header, MIN_EXTENDED_CLUSTER_BITS};
 use crate::formats::qcow2::layout;
 use crate::formats::qcow2::layout::{RefcountLayout, write_numbers};
+use crate::formats::qcow2::subclusters::words_of_whole;
 use crate::image_file::ImageFile;
 
 /// Checks that `terms` go together.
@@ -19,7 +20,13 @@ use crate::image_file::ImageFile;
 /// # Errors
 /// The reason why not.
 pub(crate) fn check_terms(terms: CreateTerms) -> Result<(), String> {
-    layout::cluster_bits(terms.cluster_bytes)?;
+    let bits = layout::cluster_bits(terms.cluster_bytes)?;
+    if terms.features.extended_l2 && bits < MIN_EXTENDED_CLUSTER_BITS {
+        return Err(
+            "extended L2 entries need clusters of at least 16K (give a larger --cluster-size)"
+                .into(),
+        );
+    }
     match terms.has_backing && terms.preallocation != Preallocation::Off {
         true => {
             Err("what is preallocated would hide the backing file (leave out --preallocation)"
@@ -39,7 +46,9 @@ pub(crate) fn write(
     let bits = layout::cluster_bits(terms.cluster_bytes)?;
     let header = Header { backing, ..Header::empty(size, bits) };
     let compression = terms.features.compression.unwrap_or(Compression::Deflate);
-    let layout = ImageLayout::new(header.with_compression(compression), terms.preallocation)?;
+    let header = header.with_compression(compression);
+    let header = if terms.features.extended_l2 { header.with_extended_l2() } else { header };
+    let layout = ImageLayout::new(header, terms.preallocation)?;
     Ok(layout.write(file, terms.preallocation))
 }
 
@@ -100,8 +109,11 @@ impl ImageLayout {
             with_copied(l2_pos + index * cluster).to_be_bytes()
         })?;
         let data_pos = l2_pos + self.l2_tables * cluster;
-        write_numbers(file, l2_pos, self.data, |index| {
-            with_copied(data_pos + index * cluster).to_be_bytes()
+        let words = header.entry_words() as u64;
+        write_numbers(file, l2_pos, self.data * words, |word| {
+            let entry = with_copied(data_pos + word / words * cluster);
+            let [first, second] = words_of_whole(entry, header);
+            (if word % words == 0 { first } else { second }).to_be_bytes()
         })
     }
 }

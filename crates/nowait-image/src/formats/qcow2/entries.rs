@@ -24,6 +24,8 @@ pub(crate) enum BadEntry {
     ZeroInVersion2,
     /// The position is behind the end of the file.
     Outside,
+    /// The bitmap of subclusters contradicts the entry or itself.
+    Bitmap,
 }
 
 impl BadEntry {
@@ -32,6 +34,7 @@ impl BadEntry {
             Self::Unaligned => "points to where no cluster begins",
             Self::Reserved => "has reserved bits set",
             Self::Outside => "points behind the end of the file",
+            Self::Bitmap => "has states of subclusters that contradict each other",
             Self::ZeroInVersion2 => "is a zero cluster, which version 2 does not have",
         }
     }
@@ -64,7 +67,8 @@ impl L1Entry {
     }
 }
 
-/// A parsed L2 entry: the mapping of one cluster of the disk.
+/// A parsed L2 entry: the mapping of one cluster of the disk, or of one subcluster
+/// ([`crate::formats::qcow2::subclusters`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cluster {
     /// As in the backing file; zeros where there is none.
@@ -73,7 +77,11 @@ pub(crate) enum Cluster {
     Zero { host: Option<u64>, copied: bool },
     /// The cluster at `host` in the data file.
     Data { host: u64, copied: bool },
-    /// At most `len` bytes at `pos` of deflated data.
+    /// A subcluster that is as in the backing file, and has a place at `host`.
+    Reserved { host: u64, copied: bool },
+    /// A whole cluster whose subclusters differ. `host` is its cluster in the data file, if it has one.
+    Mixed { host: Option<u64>, copied: bool },
+    /// At most `len` bytes at `pos` of compressed data.
     Compressed { pos: u64, len: u64 },
 }
 
@@ -98,6 +106,7 @@ impl Cluster {
         // one.
         let host = (pos != 0 || header.has_data_file() && copied).then_some(pos);
         match host {
+            _ if value & ZERO != 0 && header.has_extended_l2() => Err(BadEntry::Reserved),
             _ if value & ZERO != 0 && header.version < 3 => Err(BadEntry::ZeroInVersion2),
             host if value & ZERO != 0 => Ok(Self::Zero { host, copied }),
             Some(host) => Ok(Self::Data { host, copied }),

@@ -81,7 +81,7 @@ fn zero_tail(editor: &mut Editor<'_>, layer: &Layer, size: u64) -> io::Result<()
     let cluster = editor.cluster_bytes();
     let inside = size % cluster;
     if inside > 0
-        && let Some(host) = editor.in_place(size / cluster)?
+        && let Some(host) = editor.exclusive_host(size / cluster)?
     {
         layer.file.zero(host + inside, cluster - inside)?;
     }

@@ -21,6 +21,8 @@ const V2_BYTES: usize = 72;
 pub(crate) const V3_BYTES: usize = 104;
 const MIN_CLUSTER_BITS: u32 = 9;
 const MAX_CLUSTER_BITS: u32 = 21;
+/// A subcluster has at least a sector.
+pub(crate) const MIN_EXTENDED_CLUSTER_BITS: u32 = 14;
 /// The limit on an L1 table, as in QEMU (block/qcow2.h, `QCOW_MAX_L1_SIZE`): 32 MiB.
 pub(crate) const MAX_L1_BYTES: u64 = 32 << 20;
 /// The limit on a refcount table (block/qcow2.h, `QCOW_MAX_REFTABLE_SIZE`): 8 MiB.
@@ -153,6 +155,11 @@ impl Header {
         Self { compression, incompatible, ..self }
     }
 
+    /// This header, of an image with extended L2 entries.
+    pub(crate) fn with_extended_l2(self) -> Self {
+        Self { incompatible: self.incompatible | INCOMPATIBLE_EXTENDED_L2, ..self }
+    }
+
     /// Reads the header of the image in `file`.
     ///
     /// # Errors
@@ -269,7 +276,10 @@ impl Header {
                 return damaged(format!("two tables at byte {pos}"));
             }
         }
-        if self.size > (u64::from(self.l1_entries) << (2 * self.cluster_bits - 3)) {
+        if self.has_extended_l2() && self.cluster_bits < MIN_EXTENDED_CLUSTER_BITS {
+            return damaged(format!("subclusters in clusters of 2^{} bytes", self.cluster_bits));
+        }
+        if self.size > u64::from(self.l1_entries).saturating_mul(self.l2_reach()) {
             return damaged(format!(
                 "a disk of {} bytes, more than its L1 table of {} entries reaches",
                 self.size, self.l1_entries
@@ -386,7 +396,7 @@ impl Header {
     /// Entries of an L2 table, which fills one cluster.
     #[must_use]
     pub const fn l2_entries(&self) -> u64 {
-        1 << (self.cluster_bits - 3)
+        self.cluster_bytes() / self.entry_bytes()
     }
 
     /// Refcounts in one refcount block, which fills one cluster.
@@ -404,7 +414,7 @@ impl Header {
     /// Bytes of the disk that one L1 entry covers.
     #[must_use]
     pub const fn l2_reach(&self) -> u64 {
-        1 << (2 * self.cluster_bits - 3)
+        self.l2_entries() << self.cluster_bits
     }
 
     /// Whether the data is in an external data file.
@@ -490,9 +500,6 @@ impl Header {
             | INCOMPATIBLE_EXTENDED_L2;
         let refused = if self.encryption != 0 {
             "it is encrypted, which is not supported (decrypt it with qemu-img convert)"
-        } else if self.has_extended_l2() {
-            "it has extended L2 entries (subclusters), which are not supported \
-             (make one without, with qemu-img convert)"
         } else if self.incompatible & !known_bits != 0 {
             return Err(format!(
                 "it needs features that are not known here (incompatible bits {:#x})",

@@ -8,6 +8,7 @@ use std::io;
 use crate::error::ImageError;
 use crate::formats::qcow2::entries::{BadEntry, Cluster, L1Entry};
 use crate::formats::qcow2::header::{Header, be64};
+use crate::formats::qcow2::subclusters::units;
 use crate::image_file::ImageFile;
 
 /// A table of eight-byte numbers at `pos`, `entries` long; zeros behind the end of the file.
@@ -25,7 +26,7 @@ pub(crate) struct Tables<'a> {
     end: u64,
     l1: Vec<u64>,
     /// The loaded L2 table and its position.
-    l2: Option<(u64, Vec<u64>)>,
+    l2: Option<(u64, Vec<u8>)>,
 }
 
 impl<'a> Tables<'a> {
@@ -53,29 +54,26 @@ impl<'a> Tables<'a> {
             L1Entry::Table { .. } => return Err(bad(BadEntry::Outside)),
         };
         if self.l2.as_ref().is_none_or(|&(loaded, _)| loaded != table) {
-            let read = read_table(self.file, table, self.header.l2_entries());
-            let read =
-                read.map_err(|e| ImageError::os(self.file.path(), "read an L2 table", &e))?;
+            let mut read = vec![0; self.header.cluster_bytes() as usize];
+            let done = self.file.read_at(table, &mut read);
+            done.map_err(|e| ImageError::os(self.file.path(), "read an L2 table", &e))?;
             self.l2 = Some((table, read));
         }
         let entries = self.l2.as_ref().map_or(&[][..], |(_, entries)| entries);
-        let bits = self.header.cluster_bits;
-        let cluster_bytes = self.header.cluster_bytes();
-        let inside = in_table % cluster_bytes;
-        let clusters = entries.iter().skip((in_table >> bits) as usize);
-        let clusters = clusters.take((inside + len).div_ceil(cluster_bytes) as usize);
-        let clusters = clusters.map(|&entry| Cluster::parse(entry, self.header));
+        let unit_bytes = self.header.unit_bytes();
+        let inside = in_table % unit_bytes;
+        let clusters = units_from(entries, in_table / unit_bytes, self.header);
+        let clusters = clusters.take((inside + len).div_ceil(unit_bytes) as usize);
         let is_cut = |cluster| match cluster {
             Cluster::Data { host, .. } => !self.header.has_data_file() && !self.has(host),
             Cluster::Compressed { pos, .. } => pos >= self.end,
             _ => false,
         };
         let bad = |bad: BadEntry| self.bad(pos, bad);
-        let (first, count) =
-            run_of(clusters, cluster_bytes, |_, next| !is_cut(next)).map_err(bad)?;
+        let (first, count) = run_of(clusters, unit_bytes, |_, next| !is_cut(next)).map_err(bad)?;
         match is_cut(first) {
             true => Err(bad(BadEntry::Outside)),
-            false => Ok((first, (count * cluster_bytes - inside).min(len))),
+            false => Ok((first, (count * unit_bytes - inside).min(len))),
         }
     }
 
@@ -90,6 +88,17 @@ impl<'a> Tables<'a> {
     }
 }
 
+/// The mappings of the units of an L2 table from number `first` on; `entries` is the table from its beginning on.
+fn units_from<'a>(
+    entries: &'a [u8],
+    first: u64,
+    header: &'a Header,
+) -> impl Iterator<Item = Result<Cluster, BadEntry>> + 'a {
+    let entry = first >> header.unit_shift();
+    let from = entries.get((entry * header.entry_bytes()) as usize..).unwrap_or_default();
+    units(from, first - (entry << header.unit_shift()), header)
+}
+
 /// The first of `clusters`, which is unallocated if there is none, and how many are its run: they
 /// continue it in the file, and `goes_on` holds for each and the one before it.
 ///
@@ -98,13 +107,13 @@ impl<'a> Tables<'a> {
 #[inline]
 pub(crate) fn run_of(
     mut clusters: impl Iterator<Item = Result<Cluster, BadEntry>>,
-    cluster_bytes: u64,
+    unit_bytes: u64,
     goes_on: impl Fn(Cluster, Cluster) -> bool,
 ) -> Result<(Cluster, u64), BadEntry> {
     let first = clusters.next().unwrap_or(Ok(Cluster::Unallocated))?;
     let (mut last, mut count) = (first, 1);
     while let Some(Ok(next)) = clusters.next()
-        && is_contiguous(last, next, cluster_bytes)
+        && is_contiguous(last, next, unit_bytes)
         && goes_on(last, next)
     {
         (last, count) = (next, count + 1);
@@ -114,13 +123,14 @@ pub(crate) fn run_of(
 
 /// Whether `next` is of the same kind as the cluster before it and, where both have positions,
 /// follows it in the file.
-fn is_contiguous(last: Cluster, next: Cluster, cluster_bytes: u64) -> bool {
+fn is_contiguous(last: Cluster, next: Cluster, unit_bytes: u64) -> bool {
     match (last, next) {
         (Cluster::Unallocated, Cluster::Unallocated)
         | (Cluster::Compressed { .. }, Cluster::Compressed { .. })
         | (Cluster::Zero { host: None, .. }, Cluster::Zero { host: None, .. }) => true,
         (Cluster::Zero { host: Some(a), .. }, Cluster::Zero { host: Some(b), .. })
-        | (Cluster::Data { host: a, .. }, Cluster::Data { host: b, .. }) => a + cluster_bytes == b,
+        | (Cluster::Reserved { host: a, .. }, Cluster::Reserved { host: b, .. })
+        | (Cluster::Data { host: a, .. }, Cluster::Data { host: b, .. }) => a + unit_bytes == b,
         _ => false,
     }
 }

@@ -90,7 +90,7 @@ fn lookup_overlay(
 ) -> Result<(Option<Kind>, u64), ImageError> {
     let (cluster, len) = tables.lookup(pos, len)?;
     let kind = match cluster {
-        Cluster::Unallocated => None,
+        Cluster::Unallocated | Cluster::Reserved { .. } | Cluster::Mixed { .. } => None,
         Cluster::Zero { .. } => Some(Kind::Zero),
         Cluster::Data { .. } | Cluster::Compressed { .. } => Some(Kind::Data),
     };

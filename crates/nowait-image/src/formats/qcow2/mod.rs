@@ -7,6 +7,7 @@ pub(crate) mod snapshots;
 pub(crate) mod stored_bits;
 pub(crate) mod encode;
 pub(crate) mod entries;
+pub(crate) mod subclusters;
 pub(crate) mod lookup;
 pub(crate) mod read_ahead;
 pub(crate) mod backing_tables;

@@ -70,10 +70,12 @@ impl DiskReader for TableReader {
             let (cluster, len) = self.tables.lookup(pos, most)?;
             let mut part = memory.take(len);
             match cluster {
-                Cluster::Unallocated => self.read_below(pos, &mut part)?,
+                Cluster::Unallocated | Cluster::Reserved { .. } | Cluster::Mixed { .. } => {
+                    self.read_below(pos, &mut part)?
+                }
                 Cluster::Zero { .. } => {}
                 Cluster::Data { host, .. } => {
-                    let inside = pos & (header.cluster_bytes() - 1);
+                    let inside = pos & (header.unit_bytes() - 1);
                     self.data.storage().read_at(host + inside, &mut part)?;
                 }
                 Cluster::Compressed { pos: at, len } => {

@@ -12,6 +12,7 @@ use crate::formats::qcow2::check::recount::RecountedClusters;
 use crate::formats::qcow2::entries::{Cluster, L1Entry, refcount_block};
 use crate::formats::qcow2::header::{Header, MAX_POS, be32, be64};
 use crate::formats::qcow2::lookup::read_table;
+use crate::formats::qcow2::subclusters::check_bitmap;
 use crate::image_file::ImageFile;
 
 /// Limits on the bytes and entries that a list of snapshots or bitmaps makes the scan read
@@ -119,14 +120,21 @@ impl MetadataScan<'_> {
 
     fn l2_table(&mut self, pos: u64, owner: TableOwner) -> io::Result<()> {
         self.next_host = 0;
-        for entry in read_table(self.file, pos, self.header.l2_entries())? {
-            let cluster = match Cluster::parse(entry, self.header) {
+        let words = self.header.entry_words();
+        let table = read_table(self.file, pos, self.header.l2_entries() * words as u64)?;
+        for entry in table.chunks_exact(words) {
+            let (&[first] | &[first, _]) = entry else { continue };
+            let cluster = match Cluster::parse(first, self.header) {
                 Ok(cluster) => cluster,
                 Err(_) => {
                     self.totals.corruptions += 1;
                     continue;
                 }
             };
+            // Its cluster is in use even if the states of its subclusters contradict each other.
+            if let &[_, bitmap] = entry {
+                self.totals.corruptions += u64::from(check_bitmap(cluster, bitmap).is_err());
+            }
             if owner == TableOwner::Disk {
                 self.add_to_totals(cluster);
             }
@@ -161,7 +169,10 @@ impl MetadataScan<'_> {
                 }
                 self.next_host = host + self.header.cluster_bytes();
             }
-            Cluster::Zero { host: None, .. } | Cluster::Unallocated => {}
+            Cluster::Zero { host: None, .. }
+            | Cluster::Unallocated
+            | Cluster::Reserved { .. }
+            | Cluster::Mixed { .. } => {}
         }
     }
 

@@ -186,8 +186,9 @@ impl Compare<'_> {
             if self.header.has_data_file() || !inside {
                 continue;
             }
-            let table = read_table(file, pos, self.header.l2_entries())?;
-            for (index, entry) in table.into_iter().enumerate() {
+            let words = self.header.entry_words();
+            let table = read_table(file, pos, self.header.l2_entries() * words as u64)?;
+            for (index, entry) in table.into_iter().enumerate().step_by(words) {
                 let (host, copied) = match Cluster::parse(entry, self.header) {
                     Ok(Cluster::Data { host, copied }) => (host, copied),
                     Ok(Cluster::Zero { host: Some(host), copied }) => (host, copied),
