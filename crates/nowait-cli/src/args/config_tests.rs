@@ -179,6 +179,12 @@ fn rules_about_several_options_hold_for_a_file_and_the_command_line_together() {
     let own = format!("allow-dir = ['{place}']");
     assert!(refused(&own, "").contains("whose files this server may change"));
     std::fs::write(&path, own).unwrap();
+    let elsewhere = tempfile::tempdir().unwrap();
+    let link = elsewhere.path().join("link");
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    let line = format!("nowait serve --config {}", link.display());
+    let linked = Cli::try_parse_from(line.split_whitespace()).unwrap().command.check();
+    assert!(linked.unwrap_err().contains("whose files this server may change"));
     assert!(
         configured(&format!("--config {} --sandbox off", path.display())).sandbox.mode().is_none()
     );

@@ -27,9 +27,9 @@ Examples:
   nowait upgrade                     after the package was updated
   nowait upgrade ./target/release/nowait --control /run/nowait/control
 
-The new program gets the arguments of the old one, in its environment and directory. The process
-number changes: systemd and the --pid-file are told. A server that --exit-with-parent watches, or
-that is process 1, cannot be upgraded.
+The new program gets the arguments of the old one, in its environment and directory, and reads the
+file of --config again. The process number changes: systemd and the --pid-file are told. A server
+that --exit-with-parent watches, or that is process 1, cannot be upgraded.
 
 Exit status:
   0   the new program serves

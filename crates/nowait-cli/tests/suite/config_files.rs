@@ -7,6 +7,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use nowait_testkit::nbd::{Client, Mode};
+use rustix::io::Errno;
+use serde_json::{Value, json};
 
 use crate::common::{Scratch, Server, accepted, refusal, text};
 use crate::upgrade::Upgraded;
@@ -35,22 +37,22 @@ fn start(config: &Path, more: &[&str]) -> Server {
 #[test]
 fn a_server_is_what_its_file_says_with_the_command_line_over_it() {
     let scratch = Scratch::new();
-    let config = file(&scratch, "max-connections = 1\nread-only = true\nsandbox = 'on'");
+    let config = file(&scratch, "threads = 2\nread-only = true\njson = true\nsandbox = 'on'");
+    let ready = |server: &Server| -> Value {
+        serde_json::from_str(server.ready_line()).expect("a ready line in JSON")
+    };
     let server = start(&config, &[]);
-    let info = accepted(&["info", server.uri()]);
-    assert!(info.contains("read-only"), "{info}");
-    let client = server.connect();
-    assert!(Client::connect(&server.socket(), Mode::Structured).is_err(), "a second connection");
-    drop(client);
+    let told = ready(&server);
+    assert_eq!((&told["threads"], &told["read_only"]), (&json!(2), &json!(true)), "{told}");
+    assert_eq!(server.connect().write(0, &[1; 512]), Err(Errno::PERM.raw_os_error() as u32));
     server.stop();
     let more = scratch.join("more");
     accepted(&["create", text(&more), "2M"]);
-    let over = ["--max-connections", "2", "--description", "from here", text(&more)];
-    let server = start(&config, &over);
-    let _clients = [server.connect(), server.connect()];
-    let told = accepted(&["status", "--control", text(&scratch.join("control"))]);
-    assert!(told.contains("more"), "{told}");
-    drop(_clients);
+    let server = start(&config, &["--threads", "3", "--export", "first", text(&more)]);
+    let told = ready(&server);
+    let names = ["first", "more"].map(|name| json!(name));
+    assert_eq!(told["threads"], json!(3), "{told}");
+    assert_eq!([0, 1].map(|n| told["exports"][n]["name"].clone()), names, "{told}");
     server.stop();
 }
 
@@ -96,6 +98,12 @@ fn an_upgrade_reads_the_file_again_and_one_with_a_mistake_changes_nothing() {
     fs::write(&config, "colour = 'blue'").expect("a file");
     let refused = refusal(&["upgrade", "--control", text(&control)]);
     assert!(refused.error.contains("there is no key colour"), "{}", refused.error);
+    assert_eq!(client.read(0, 512).expect("a read"), [7; 512]);
+    let other =
+        fs::read_to_string(file(&scratch, "")).expect("a file").replace("/disk'", "/other'");
+    fs::write(&config, other).expect("a file");
+    let refused = refusal(&["upgrade", "--control", text(&control)]);
+    assert!(refused.error.contains("its command line does not allow"), "{}", refused.error);
     assert_eq!(client.read(0, 512).expect("a read"), [7; 512]);
     file(&scratch, "verbose = true\nmax-connections = 2");
     let mut it = Upgraded::of(server, &control, scratch);

@@ -6,7 +6,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use toml::de::{DeTable, DeValue};
 
@@ -59,19 +59,15 @@ fn text_of(file: File) -> Result<String, String> {
 /// that takes over from it reads that again.
 ///
 /// # Errors
-/// A message with the directory.
+/// A message for the user.
 pub fn check_place(path: &Path, config: &ServeConfig) -> Result<(), String> {
-    let place = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-    let cache = config.cache.iter().map(|cache| &cache.directory);
-    let mut changed = config.allow_dir.iter().chain(cache);
-    let is_above = |it: &&PathBuf| it.canonicalize().is_ok_and(|it| place.starts_with(it));
-    match changed.find(is_above).filter(|_| config.sandbox.mode().is_some()) {
-        Some(directory) => Err(format!(
-            "{}: it is in {}, whose files this server may change (move it, or start the server with --sandbox off)",
+    match config.may_change(path) {
+        true => Err(format!(
+            "{}: it is in a directory whose files this server may change (move it, or start the server with --sandbox \
+             off)",
             path.display(),
-            directory.display()
         )),
-        None => Ok(()),
+        false => Ok(()),
     }
 }
 
@@ -255,6 +251,7 @@ mod tests {
     fn what_no_text_can_say_is_not_printed() {
         use std::ffi::OsStr;
         use std::os::unix::ffi::OsStrExt;
+        use std::path::PathBuf;
         let path = PathBuf::from(OsStr::from_bytes(b"/d/\xe9"));
         for config in [
             ServeConfig { pid_file: Some(path.clone()), ..ServeConfig::default() },

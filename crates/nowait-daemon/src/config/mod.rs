@@ -11,6 +11,7 @@ pub mod start_bitmap;
 pub mod allowed_uri;
 pub mod control_address;
 pub mod choices;
+pub(crate) mod changed_places;
 pub mod notation;
 pub mod config_file;
 

@@ -44,7 +44,7 @@ pub(crate) fn that_end() -> Vec<i32> {
 }
 
 /// A flag that the first of these signals sets. A later one ends the process at once with
-/// [`ENDED_AT_ONCE`], unless it comes within [`REPORT_AFTER`]: then it is the same signal sent
+/// `ENDED_AT_ONCE`, unless it comes within `REPORT_AFTER`: then it is the same signal sent
 /// twice.
 ///
 /// # Errors

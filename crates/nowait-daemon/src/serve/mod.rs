@@ -1,6 +1,6 @@
 //! A server from its plan to its last flush, in phases of which each consumes the one before it.
 //!
-//! Invariant: [`Plan`] → [`Opened`] → [`Bound`] → [`Started`] → [`Confined`] → [`Serving`] → [`Flushed`]: only the phase
+//! Invariant: `Plan` → `Opened` → `Bound` → `Started` → `Confined` → `Serving` → `Flushed`: only the phase
 //! before it makes a phase, so that nothing is opened after the sandbox, no thread starts before a fork, and a file with
 //! the number of the process tells of sockets that are there. The exit status is 0 only if the last flush succeeded.
 

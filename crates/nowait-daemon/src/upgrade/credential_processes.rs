@@ -7,7 +7,7 @@
 
 use std::env;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use nowait_remote::{
@@ -57,9 +57,7 @@ pub(crate) fn command_of(config: &ServeConfig) -> Result<Option<String>, CliErro
     let path = env::var_os("PATH").unwrap_or_default();
     let places =
         program.map(|program| places_of(&program, &env::split_paths(&path).collect::<Vec<_>>()));
-    let cache = config.cache.iter().map(|cache| &cache.directory);
-    let changed: Vec<&PathBuf> = config.allow_dir.iter().chain(cache).collect();
-    match places.iter().flatten().find(|place| is_below(place, &changed)) {
+    match places.iter().flatten().find(|place| config.may_change(place)) {
         Some(place) => Err(CliError::at(
             place,
             "the program of the profile (credential_process) is or would be in a directory whose files this server \
@@ -84,16 +82,6 @@ fn places_of(program: &str, path: &[PathBuf]) -> Vec<PathBuf> {
     let found = places.iter().position(|place| place.is_file());
     places.truncate(found.map_or(places.len(), |found| found + 1));
     places
-}
-
-/// Whether `place`, or what it leads to, is in one of `directories`.
-fn is_below(place: &Path, directories: &[&PathBuf]) -> bool {
-    let parent = place.parent().filter(|parent| !parent.as_os_str().is_empty());
-    let real = [place.canonicalize(), parent.unwrap_or(Path::new(".")).canonicalize()];
-    let directories = directories.iter().filter_map(|directory| directory.canonicalize().ok());
-    let directories: Vec<_> = directories.collect();
-    let is_in = |real: &PathBuf| directories.iter().any(|directory| real.starts_with(directory));
-    real.iter().flatten().any(is_in)
 }
 
 /// The server's side.
@@ -186,6 +174,7 @@ mod tests {
     use nowait_testkit::Scratch;
 
     use super::*;
+    use crate::config::changed_places::is_below;
 
     fn printed(text: &str) -> CredentialOutput {
         CredentialOutput { output: Ok(text.into()), messages: String::new() }

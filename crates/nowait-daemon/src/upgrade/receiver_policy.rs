@@ -1,7 +1,7 @@
-//! Validates what the old program hands over against the new program's own command line.
+//! Validates what the old program hands over against the new program's own configuration.
 //!
-//! Invariant: the command line comes from the launcher, which a server that was taken over cannot change. No image, directory,
-//! URI or socket is opened, made or removed that neither the command line names nor `--allow-dir` or `--allow-uri` allow. The
+//! Invariant: the command line comes from the launcher, which a server that was taken over cannot change, and neither can it
+//! change the file of `--config`. No image, directory, URI or socket is opened, made or removed that neither the command line names nor `--allow-dir` or `--allow-uri` allow. The
 //! images that it names are the files that these were when the server was started.
 
 use std::collections::{HashMap, HashSet};
