@@ -116,6 +116,7 @@ fn measure(args: &BenchArgs, run: RunOptions) -> Result<Report, CliError> {
         BenchWhat::Merge => TableSelection::Merge,
         BenchWhat::Nowait => TableSelection::Nowait,
         BenchWhat::Durable => TableSelection::Durable,
+        BenchWhat::Log => TableSelection::Log,
         BenchWhat::Engines => TableSelection::Engines,
         BenchWhat::All => TableSelection::All,
     };

@@ -137,6 +137,12 @@ fn durable_has_three_depths() {
 }
 
 #[test]
+fn log_has_three_numbers_of_writers() {
+    let rows = measure_complete(TableSelection::Log);
+    assert!(rows.len() == 3 && rows.iter().all(|(_, variants)| *variants == 2), "{rows:?}");
+}
+
+#[test]
 fn vectored_has_the_file_the_given_latency_small_segments_and_a_durable_write() {
     let rows = measure_complete(TableSelection::Vectored);
     assert_eq!(rows.iter().filter(|row| row.0.starts_with("50µs queue, ")).count(), 6);

@@ -245,6 +245,8 @@ pub enum BenchWhat {
     Nowait,
     /// Writes made durable one by one, and together, where the file system syncs for each
     Durable,
+    /// Records of the library's log, and one durable write for each
+    Log,
     /// The engine on io_uring and on Linux AIO, the library's other interfaces, a bare io_uring loop, plain
     /// calls, and fio where it is installed
     Engines,

@@ -40,7 +40,7 @@ pub(crate) struct Fixture<'a> {
     pub(crate) duration: Duration,
     pub(crate) latency: &'a [Duration],
     pub(crate) stop: &'a CancelFlag,
-    /// A directory for the sparse file.
+    /// A directory for files that are made.
     scratch: TempDir,
 }
 
@@ -123,11 +123,16 @@ impl<'a> Fixture<'a> {
     /// A file of `bytes` without allocated blocks. It is truncated rather than created again,
     /// because file systems release a removed file later, which would disturb the measurement.
     pub(crate) fn sparse(&self, bytes: u64) -> io::Result<PathBuf> {
-        let path = self.scratch.path().join("sparse.img");
+        let path = self.scratch_path("sparse.img");
         let file = fs::OpenOptions::new().write(true).create(true).truncate(true).open(&path)?;
         file.set_len(bytes)?;
         file.sync_all()?;
         Ok(path)
+    }
+
+    /// A file or directory of the measurement's own.
+    pub(crate) fn scratch_path(&self, name: &str) -> PathBuf {
+        self.scratch.path().join(name)
     }
 
     /// Measures `load` on an engine for which every byte is mapped.

@@ -59,6 +59,8 @@ pub enum TableSelection {
     Nowait,
     /// A sync for each durable write against one for all that are in flight.
     Durable,
+    /// A durable write for each record against the records of a log.
+    Log,
     /// The engine on both of its queues and its other interfaces, a bare ring, plain system calls
     /// and fio.
     Engines,
@@ -68,7 +70,7 @@ pub enum TableSelection {
 
 impl TableSelection {
     /// Every single table, without `All`.
-    pub const EACH: [TableSelection; 8] = [
+    pub const EACH: [TableSelection; 9] = [
         TableSelection::Simple,
         TableSelection::Completion,
         TableSelection::Vectored,
@@ -76,6 +78,7 @@ impl TableSelection {
         TableSelection::Merge,
         TableSelection::Nowait,
         TableSelection::Durable,
+        TableSelection::Log,
         TableSelection::Engines,
     ];
 
@@ -90,6 +93,7 @@ impl TableSelection {
             TableSelection::Merge => "merge",
             TableSelection::Nowait => "nowait",
             TableSelection::Durable => "durable",
+            TableSelection::Log => "log",
             TableSelection::Engines => "engines",
             TableSelection::All => "all",
         }

@@ -10,6 +10,7 @@ mod merge;
 mod nowait_first;
 mod engines;
 mod durable_writes;
+mod append_log;
 
 use std::io;
 
@@ -40,6 +41,7 @@ pub(crate) fn all<'a>(fixture: &'a Fixture<'a>, what: TableSelection) -> Vec<Tab
         TableSelection::Merge => vec![merge::table(fixture)],
         TableSelection::Nowait => nowait_first::tables(fixture).into(),
         TableSelection::Durable => durable_writes::table(fixture).into_iter().collect(),
+        TableSelection::Log => vec![append_log::table(fixture)],
         TableSelection::Engines => engines::tables(fixture),
         TableSelection::All => Vec::new(),
     };

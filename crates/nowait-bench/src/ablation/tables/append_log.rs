@@ -1,0 +1,113 @@
+//! Records that are appended to a log, against one durable write for each.
+//!
+//! Invariant: both variants write to files of their own that exist beforehand and were written before.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use nowait::{Log, LogOptions};
+use rustix::fs::OFlags;
+
+use crate::ablation::TableSelection;
+use crate::ablation::blocking_calls::{Block, calls, in_threads};
+use crate::ablation::fixture::Fixture;
+use crate::ablation::gain_table::{Metric, Row, Sample, Table, Unit, cell};
+use crate::ablation::tables::{PAGE_BYTES, RANDOM_READ};
+use crate::offsets::Offsets;
+use crate::workload::{Direction, Order, Workload};
+
+const NOTE: &str = "records of 256 bytes, each durable when its call returns, by so many threads, in \
+    a directory beside the file if that is a temporary one, else in the directory for temporary files. \
+    a write each: one block of a file by O_DIRECT and O_DSYNC. log: Log::append, grouped";
+const RECORD_BYTES: usize = 256;
+const SEGMENT_BYTES: u64 = 16 << 20;
+/// A record of which only one fits into a segment.
+const HALF_SEGMENT: usize = 9 << 20;
+/// One of so many appends of the first thread truncates the log.
+const APPENDS_PER_TRUNCATION: u64 = 1024;
+
+pub(crate) fn table<'a>(fixture: &'a Fixture<'a>) -> Table<'a> {
+    let row = |depth| {
+        let load = Workload {
+            direction: Direction::Write,
+            order: Order::Sequential,
+            block_bytes: RECORD_BYTES,
+            depth,
+            durable: true,
+            ..RANDOM_READ
+        };
+        let each = move || by_writes(fixture, &load);
+        let log = move || by_log(fixture, &load);
+        let title = format!("records, {depth} {}", if depth == 1 { "writer" } else { "writers" });
+        Row { title, source: None, cells: vec![cell("a write each", each), cell("log", log)] }
+    };
+    Table {
+        what: TableSelection::Log,
+        title: "records by one durable write each and by a log".to_owned(),
+        unit: Unit::Iops,
+        gain: Metric::OverFirst,
+        note: NOTE.to_owned(),
+        rows: [1, 8, 64].map(row).into(),
+    }
+}
+
+/// Calls `append` on `load.depth` threads, with the number of the thread and of its call.
+fn measure(
+    fixture: &Fixture<'_>,
+    load: &Workload,
+    append: impl Fn(usize, u64) -> io::Result<()> + Sync,
+) -> io::Result<Sample> {
+    fixture.measure(load, true, |_, stop_condition| {
+        in_threads(load.depth, |thread, gate| {
+            let region = fixture.region(load.block_bytes);
+            let mut offsets = Offsets::endless(load.order, region, thread as u64);
+            let mut count = 0;
+            gate.wait();
+            calls(&mut offsets, stop_condition, load.block_bytes, |_| {
+                count += 1;
+                append(thread, count)
+            })
+        })
+    })
+}
+
+/// The loop that a program would have without a log: the next block is reserved, written and durable.
+fn by_writes(fixture: &Fixture<'_>, load: &Workload) -> io::Result<Sample> {
+    let path = fixture.scratch_path("blocks");
+    fs::write(&path, vec![0; SEGMENT_BYTES as usize])?;
+    fs::File::open(&path)?.sync_all()?;
+    let direct = if fixture.direct { OFlags::DIRECT } else { OFlags::empty() };
+    let flags = (direct | OFlags::DSYNC).bits().cast_signed();
+    let file = fs::OpenOptions::new().write(true).custom_flags(flags).open(&path)?;
+    let (next, block) = (AtomicU64::new(0), Block::random());
+    measure(fixture, load, |_, _| {
+        let pos = next.fetch_add(1, Ordering::Relaxed) * PAGE_BYTES as u64 % SEGMENT_BYTES;
+        file.write_all_at(&block.0[..PAGE_BYTES], pos)
+    })
+}
+
+fn by_log(fixture: &Fixture<'_>, load: &Workload) -> io::Result<Sample> {
+    let path = fixture.scratch_path("log");
+    let sample = in_log(fixture, load, &path);
+    let removed = fs::remove_dir_all(&path);
+    sample.and_then(|sample| removed.map(|()| sample))
+}
+
+fn in_log(fixture: &Fixture<'_>, load: &Workload, path: &Path) -> io::Result<Sample> {
+    let log = Log::open(path, LogOptions::new().segment_bytes(SEGMENT_BYTES).spares(2))?;
+    // Two spare segments, which the log reuses in turns.
+    let long = vec![1; HALF_SEGMENT];
+    (0..3).try_for_each(|_| log.append(&long).map(drop))?;
+    log.truncate_before(log.end())?;
+    let record = [7; RECORD_BYTES];
+    measure(fixture, load, |thread, count| {
+        let position = log.append(&record)?;
+        if thread == 0 && count % APPENDS_PER_TRUNCATION == 0 {
+            log.truncate_before(position)?;
+        }
+        Ok(())
+    })
+}
