@@ -10,12 +10,17 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
 
 use crate::log::group_buffer::GroupBuffer;
 use crate::log::log_position::LogPosition;
 use crate::log::log_writer::LogWriter;
 use crate::log::segments::{Segments, WriteFailure};
+use crate::sim_hooks::yield_point;
 use crate::types::error::Error;
+
+/// A leader waits for more records at most this part of the time that the last write took.
+const GATHERING_PART: u32 = 4;
 
 /// Runs a job that may block, on another thread.
 pub(crate) type Spawn = Arc<dyn Fn(Box<dyn FnOnce() + Send>) + Send + Sync>;
@@ -45,6 +50,12 @@ struct State {
     /// Memory for the next group.
     memory: GroupBuffer,
     is_led: bool,
+    /// Records of the group that was taken last.
+    last_records: usize,
+    /// How long its write and sync took.
+    last_write: Duration,
+    /// A record found no room in the group.
+    is_full: bool,
     /// Why the log takes nothing more.
     broken: Option<Error>,
     /// Tasks that wait for room in the group.
@@ -69,6 +80,8 @@ pub(crate) struct AppendQueue {
     state: Mutex<State>,
     /// A group was taken, so that the next one has room.
     room: Condvar,
+    /// The group has as many records as the one before, or is full.
+    gathered: Condvar,
     /// There is no leader.
     idle: Condvar,
     /// Locked by the leader.
@@ -85,6 +98,7 @@ impl AppendQueue {
             durable: AtomicU64::new(writer.end()),
             state: Mutex::default(),
             room: Condvar::new(),
+            gathered: Condvar::new(),
             idle: Condvar::new(),
             writer: Mutex::new(writer),
             segments,
@@ -107,9 +121,14 @@ impl AppendQueue {
             return Err(error);
         }
         if !state.group.buffer.has_room(data.len(), self.segments.layout) {
+            state.is_full = true;
+            self.gathered.notify_one();
             return Ok(None);
         }
         let at = state.group.buffer.push(data, check)?;
+        if state.group.buffer.records() == state.last_records {
+            self.gathered.notify_one();
+        }
         Ok(Some(Added { group: state.group.end.clone(), at }))
     }
 
@@ -205,19 +224,23 @@ impl AppendQueue {
     /// thread that could write it.
     fn lead<'a>(&'a self, mut state: MutexGuard<'a, State>) -> (MutexGuard<'a, State>, bool) {
         state.is_led = true;
+        state = self.gather(state);
         let memory = std::mem::take(&mut state.memory);
         let next = Group { buffer: memory, ..Group::default() };
         let mut group = std::mem::replace(&mut state.group, next);
+        (state.last_records, state.is_full) = (group.buffer.records(), false);
         self.room.notify_all();
         state.tasks.drain(..).for_each(Waker::wake);
         let broken = state.broken;
         drop(state);
+        let begun = Instant::now();
         let result = match broken {
             Some(error) => Err(WriteFailure::Refused(error)),
             None => self.write(&mut group.buffer),
         };
         group.buffer.clear();
         let mut state = self.lock();
+        state.last_write = begun.elapsed();
         state.memory = group.buffer;
         if let Err(WriteFailure::Broken(error)) = result {
             state.broken = Some(error);
@@ -237,6 +260,19 @@ impl AppendQueue {
         }
         let goes_on = !state.group.buffer.is_empty() && state.group.threads == 0;
         (state, goes_on)
+    }
+
+    /// Waits, for a fraction of what a write takes, until the group has as many records as the one before: its
+    /// callers were woken just now and append again. A group without them would have them wait for two writes.
+    fn gather<'a>(&'a self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        if yield_point::is_simulated() {
+            return state;
+        }
+        let is_small =
+            |state: &mut State| state.group.buffer.records() < state.last_records && !state.is_full;
+        let most = state.last_write / GATHERING_PART;
+        let waited = self.gathered.wait_timeout_while(state, most, is_small);
+        waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
     fn write(&self, group: &mut GroupBuffer) -> Result<u64, WriteFailure> {

@@ -39,6 +39,10 @@ impl GroupBuffer {
         self.records.is_empty()
     }
 
+    pub(crate) fn records(&self) -> usize {
+        self.records.len()
+    }
+
     /// Adds a record, whose data has the check `check`. Returns where its header is, in bytes from the
     /// start of the group.
     ///
