@@ -254,7 +254,7 @@ mod tests {
     #[test]
     fn the_disk_has_the_weight_of_its_export_also_one_that_takes_its_place() {
         let ((first, disk), (second, other)) = (export(), export());
-        let shared = SharedExport::new(ExportId(0), first);
+        let shared = SharedExport::new(ExportId(0), first, DirtyBitmaps::default());
         assert_eq!((shared.weight(), disk.weight()), (DEFAULT_WEIGHT, DEFAULT_WEIGHT));
         for (weight, is_valid, then) in
             [(1, true, 1), (0, false, 1), (10_000, true, 10_000), (10_001, false, 10_000)]

@@ -390,8 +390,8 @@ mod tests {
     #[test]
     fn an_export_has_as_many_bitmaps_as_it_may() {
         let directory = directory();
-        let args = args(&directory, "");
-        let policy = HandOverPolicy::of(&args, None).unwrap();
+        let config = config(&directory, "");
+        let policy = ReceiverPolicy::of(&config, None).unwrap();
         let bitmap = BitmapMessage::from(BitmapSpec::new("a".into()));
         for (count, is_allowed) in [(32, true), (33, false)] {
             let bitmaps = vec![bitmap.clone(); count];

@@ -104,10 +104,11 @@ fn nowait_and_qemu_write_in_turns_to_an_image_with_subclusters() {
             println!("{label}");
             let bytes = assert_same(&images, &label);
             let chain = open(&images, true, Purpose::Write);
-            let options = ServeOptions { writable: true, direct: Direct::Auto, hint: turn != 1 };
+            let options =
+                ServeOptions { writable: true, direct: Direct::Auto, cache_holes: turn != 1 };
             let (disk, open_image) = qcow2_disk::open(chain, options).unwrap();
             let disk = Arc::new(disk);
-            let config = Config { hint: turn != 1, ..Config::default() };
+            let config = Config::default();
             let mut engine = TestQueueKind::REAL[1].engine(&disk, 4, config).unwrap();
             let mut model = Model::new(Random::from_seed(seed + turn), bytes, label.clone());
             model.play(&mut engine, STEPS);
@@ -141,7 +142,7 @@ fn a_write_of_a_subcluster_copies_no_more_than_that() {
     };
     create(&images.path(), &of).unwrap();
     let chain = open(&images, true, Purpose::Write);
-    let options = ServeOptions { writable: true, direct: Direct::Off, hint: true };
+    let options = ServeOptions { writable: true, direct: Direct::Off, cache_holes: true };
     let (disk, open_image) = qcow2_disk::open(chain, options).unwrap();
     let file = BlockingFile::new(Arc::new(disk));
     file.write_at(&[8; 512], (64 << 10) + 5000, nowait::Flags::NONE).unwrap();

@@ -205,7 +205,7 @@ fn refusals(exports: &crate::Exports, id: ExportId, wrong: u32) -> Vec<ExportErr
 #[test]
 fn a_change_of_an_export_that_is_refused_says_why() {
     let (writable, read_only) = (file(), file());
-    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().read_only(true);
     let disk = Arc::new(BlockDevice::open(read_only.path(), options).unwrap());
     let of_reads = AnyExport::new(Export::new(disk, "reads".to_owned(), String::new()));
     let (shared, _events) = serving(vec![export("", &writable), of_reads], 1);
