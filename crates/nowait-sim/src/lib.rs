@@ -7,6 +7,7 @@
 pub mod pattern;
 pub mod model;
 pub mod coroutines;
+pub mod mode;
 pub mod scenario;
 pub mod protection;
 pub mod oracle;

@@ -1,0 +1,55 @@
+//! The kinds of runs.
+
+use nowait::sim::Random;
+
+/// What is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Engines.
+    Engine,
+    /// A server, through sockets.
+    Server,
+    /// A server, through a virtual machine's memory.
+    VhostUser,
+    /// A server, through a block device of this machine.
+    Ublk,
+    /// A storage behind a network; see [`crate::remote`].
+    Remote,
+    /// A log; see [`crate::log`]. No seed is one by default.
+    Log,
+}
+
+impl Mode {
+    /// Every mode.
+    pub const ALL: [Self; 6] =
+        [Self::Engine, Self::Server, Self::VhostUser, Self::Ublk, Self::Remote, Self::Log];
+    /// The modes with a simulated device, whose scenario is a [`crate::scenario::Scenario`].
+    pub const ON_DEVICES: [Self; 4] = [Self::Engine, Self::Server, Self::VhostUser, Self::Ublk];
+
+    /// The command-line name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Engine => "engine",
+            Self::Server => "server",
+            Self::VhostUser => "vhost-user",
+            Self::Ublk => "ublk",
+            Self::Remote => "remote",
+            Self::Log => "log",
+        }
+    }
+
+    /// The default mode of `seed`: one seed in four runs the server, one in eight a virtual
+    /// machine's, one in eight a block device's, and one in eight a storage behind a network.
+    #[must_use]
+    pub fn of(seed: u64) -> Self {
+        let mut random = Random::part(seed, u64::MAX - 2);
+        match (random.below(4), random.below(6), random.below(4)) {
+            (0, ..) => Self::Server,
+            (_, 0, _) => Self::VhostUser,
+            (_, 1, _) => Self::Ublk,
+            (.., 0) => Self::Remote,
+            _ => Self::Engine,
+        }
+    }
+}
