@@ -37,6 +37,8 @@
 //!         }
 //!     }
 //!     Err(why) => {
+//!         // A program that this one was to take over from goes on, and says why.
+//!         upgrade::receiver::refuse(&why);
 //!         eprintln!("{why}");
 //!         process::end(2);
 //!     }

@@ -23,7 +23,7 @@ const PREFIX: &str = "control-";
 const SUFFIX: &str = ".sock";
 
 /// The control socket of this process by default; `None` where there is no directory for it.
-pub fn of_this_process() -> Option<PathBuf> {
+pub(crate) fn of_this_process() -> Option<PathBuf> {
     Some(directory()?.join(format!("{PREFIX}{}{SUFFIX}", std::process::id())))
 }
 
@@ -61,7 +61,7 @@ fn process_of(path: &Path) -> Option<u32> {
 }
 
 /// The runtime directory that systemd has made for the unit of this process, else that of all servers of this user.
-pub fn directory() -> Option<PathBuf> {
+pub(crate) fn directory() -> Option<PathBuf> {
     let of_unit = std::env::var_os("RUNTIME_DIRECTORY");
     let of_unit = default_image::directory_of_unit(of_unit, default_image::OTHERS);
     of_unit.or_else(directory_of_user)
