@@ -91,6 +91,10 @@ fn has_key(text: &str, key: &str) -> bool {
     text.lines().any(|line| line.starts_with(&format!("{key} = ")) || line == format!("[[{key}]]"))
 }
 
+fn lines_of<'a>(text: &'a str, key: &str) -> Vec<&'a str> {
+    text.lines().filter(|line| has_key(line, key)).collect()
+}
+
 #[test]
 fn every_option_of_serve_has_a_key_and_what_is_printed_is_read_as_the_same() {
     let command = Cli::command();
@@ -121,10 +125,14 @@ fn every_option_of_serve_has_a_key_and_what_is_printed_is_read_as_the_same() {
         assert!(!examples.is_empty(), "{option} has no example here");
         let spelling = SPELLINGS.iter().find(|(spelling, _)| *spelling == name);
         let key = spelling.map_or(name, |(_, key)| *key);
+        let default = config_file::text(&ServeConfig::default()).unwrap();
+        let mut is_changed = false;
         for line in examples {
             let text = round_trip(&configured(line), line);
             assert!(has_key(&text, key), "{line}: no key {key} in\n{text}");
+            is_changed |= lines_of(&text, key) != lines_of(&default, key);
         }
+        assert!(is_changed, "{option} does not reach the configuration");
     }
     for line in &lines {
         round_trip(&configured(line), line);
