@@ -1,4 +1,4 @@
-//! Features of qcow2 images by commands: internal snapshots, compression by zstd.
+//! Features of qcow2 images by commands: internal snapshots, compression, subclusters.
 
 use std::fs;
 use std::path::Path;
@@ -108,4 +108,46 @@ fn a_compressed_copy_is_an_image_as_qemu_makes_it_and_as_small() {
     refusal(&["copy", text(&source), text(&raw), "--compress"])
         .says(&["--compress is for qcow2, and TO is raw"]);
     refusal(&["copy", text(&source), text(&raw), "--compression", "zstd"]).says(&["--compress"]);
+}
+
+#[test]
+fn an_image_with_subclusters_is_made_served_copied_and_resized() {
+    if !require_qemu() || !require_tool("nbdcopy") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (base, image) = (scratch.join("base.img"), scratch.join("disk.qcow2"));
+    fs::write(&base, vec![5; 4 * MIB]).expect("room for the base");
+    let on = ["--backing", "base.img", "--backing-format", "raw", "--extended-l2"];
+    accepted(&[&["create", text(&image)][..], &on].concat());
+    let info = accepted(&["info", text(&image), "--json"]);
+    let info: Value = serde_json::from_str(&info).expect("JSON");
+    assert_eq!(info["format-specific"]["data"]["extended-l2"], true);
+    assert!(accepted(&["info", text(&image)]).contains("subcluster size"));
+    let mut expected = vec![5; 4 * MIB];
+    let source = scratch.join("source.img");
+    for (at, byte) in [(0, 1), (70_000, 2), (MIB + 4096, 3)] {
+        expected[at..at + 5000].fill(byte);
+    }
+    fs::write(&source, &expected).expect("room for the source");
+    let server = Server::start(&image, &[]);
+    tool("nbdcopy").arg(&source).arg(server.uri()).succeeds();
+    server.stop();
+    tool("qemu-img")
+        .args(["compare", "-f", "raw", "-F", "qcow2"])
+        .arg(&source)
+        .arg(&image)
+        .succeeds();
+    tool("qemu-img").args(["check", "-q"]).arg(&image).succeeds();
+    accepted(&["check", text(&image)]);
+    accepted(&["resize", text(&image), "6M"]);
+    let copied = scratch.join("copied.img");
+    accepted(&["copy", text(&image), text(&copied), "--verify"]);
+    expected.resize(6 * MIB, 0);
+    assert!(fs::read(&copied).expect("the copy") == expected);
+    let raw = scratch.join("raw.img");
+    refusal(&["create", text(&raw), "1M", "--extended-l2"]).says(&["leave out --extended-l2"]);
+    let small = scratch.join("small.qcow2");
+    refusal(&["create", text(&small), "1M", "--extended-l2", "--cluster-size", "8K"])
+        .says(&["clusters of at least 16K"]);
 }

@@ -1,4 +1,4 @@
-//! A qcow2 image, byte for byte: opened, mapped, checked, read, repaired.
+//! A qcow2 image, byte for byte, and one of its snapshots: opened, mapped, checked, read, described, repaired.
 //!
 //! Checked: the map agrees with the bytes that are read and covers the disk; a check after a repair
 //! agrees with the result of the repair.
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use nowait_image::check::check;
 use nowait_image::map::{MapEntry, map};
 use nowait_image::repair::repair;
-use nowait_image::{Chain, ChainOptions, ChainReader, Format, Locking};
+use nowait_image::{Chain, ChainOptions, ChainReader, Format, ImageFile, Locking};
 use tempfile::TempDir;
 
 use crate::target::{Check, Target};
@@ -18,6 +18,8 @@ use crate::target::{Check, Target};
 const COMPARED_ENTRIES: usize = 64;
 /// The most bytes of each entry that are compared.
 const COMPARED_BYTES: u64 = 4096;
+/// The snapshot that the seeds have.
+const SNAPSHOT: &str = "one";
 /// The backing file that images may name.
 pub(crate) const BACKING: &str = "below.raw";
 const BACKING_BYTES: usize = 40_000;
@@ -46,8 +48,13 @@ pub(crate) const TARGET: Target = Target {
         &[0x23, 0x85, 0x28, 0x75],
         BACKING.as_bytes(),
         b"raw",
+        // A frame of zstd; and subclusters that are allocated, or zeros.
+        &[0x28, 0xb5, 0x2f, 0xfd],
+        &[0, 0, 0, 0, 0xff, 0xff, 0xff, 0xff],
+        &[0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0],
     ],
-    longest: 64 << 10,
+    // An image with subclusters has clusters of 16 KiB at least, and some six of them.
+    longest: 100 << 10,
     memory: MEMORY_BYTES,
 };
 
@@ -86,6 +93,12 @@ fn check_input(path: &PathBuf, input: &[u8]) -> Result<(), String> {
     if let Ok(chain) = Chain::open(path, &options) {
         look_into(&chain)?;
     }
+    let snapshot = PathBuf::from(format!("{}@{SNAPSHOT}", path.display()));
+    if let Ok(chain) = Chain::open(&snapshot, &options) {
+        look_into(&chain)?;
+    }
+    let file = ImageFile::open(path, false).map_err(|error| error.to_string())?;
+    let _ = Format::Qcow2.info(&file, path, None);
     options.writable = true;
     let Ok(chain) = Chain::open(path, &options) else { return Ok(()) };
     let Ok(repaired) = repair(&chain, &mut |_, _| {}) else { return Ok(()) };

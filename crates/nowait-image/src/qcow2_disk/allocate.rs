@@ -338,14 +338,16 @@ impl Qcow2Disk {
         let (unit, cluster, size) = (self.unit(), header.cluster_bytes(), header.size);
         let (start, cluster_end) =
             (pos & !(unit - 1), ((pos & !(cluster - 1)) + cluster).min(size));
-        if pos == start && pos + len >= (start + unit).min(size) && header.version >= 3 {
-            let end = (pos + len).min(cluster_end);
-            let end = if end == size { end } else { end & !(unit - 1) };
-            if let Some(done) = self.set_zeros(ByteRange::new(pos, end - pos))? {
-                return Ok(done);
+        let mut end = (start + unit).min(size);
+        if pos == start && pos + len >= end && header.version >= 3 {
+            let whole = (pos + len).min(cluster_end);
+            let whole = if whole == size { whole } else { whole & !(unit - 1) };
+            match self.set_zeros(ByteRange::new(pos, whole - pos))? {
+                Some(done) => return Ok(done),
+                // A compressed cluster is allocated as a whole.
+                None => end = cluster_end,
             }
         }
-        let end = if header.has_extended_l2() { cluster_end } else { (start + unit).min(size) };
         let len_in_cluster = len.min(end - pos);
         let zeros = IoBuffer::zeroed(len_in_cluster as usize)?;
         self.write_all(pos, WriteCursor::from(&zeros[..]))?;

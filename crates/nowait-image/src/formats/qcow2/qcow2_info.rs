@@ -120,6 +120,9 @@ impl Qcow2Info {
     fn in_words(&self) -> Vec<(&'static str, Fact)> {
         let header = &self.header;
         let mut lines = vec![("cluster size", Fact::Bytes(header.cluster_bytes()))];
+        if header.has_extended_l2() {
+            lines.push(("subcluster size", Fact::Bytes(header.unit_bytes())));
+        }
         let mut tell = |name, words| lines.push((name, Fact::Words(words)));
         if let Some(backing) = &header.backing {
             let format = backing.format.as_deref().unwrap_or("format not recorded");

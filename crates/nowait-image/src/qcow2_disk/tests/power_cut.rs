@@ -345,3 +345,13 @@ fn a_power_cut_leaves_no_corruption_with_the_data_in_a_separate_file() {
     let options = ["data_file=data,cluster_size=65536"];
     play_all(Start::Overlay, Shares::Interleaved, 768 << 10, 50, &options);
 }
+
+#[test]
+fn a_power_cut_leaves_no_corruption_where_subclusters_are_written() {
+    let options = ["extended_l2=on,cluster_size=16384"];
+    play_all(Start::Overlay, Shares::Parts, 768 << 10, 50, &options);
+    let options = ["extended_l2=on,cluster_size=65536", "extended_l2=on,data_file=data"];
+    play_all(Start::Overlay, Shares::Interleaved, 768 << 10, 50, &options);
+    let options = ["extended_l2=on,compression_type=zstd"];
+    play_all(Start::Compressed, Shares::Interleaved, 768 << 10, 50, &options);
+}
