@@ -23,7 +23,11 @@ pub(crate) const OPTIONS: &[(&str, &[&str], &str)] = &[
     ),
     ("serve", &["-l", "--load-snapshot"], "snapshots inside an image are not served"),
     ("serve", &["-P", "--partition", "-o", "--offset"], "a disk is served whole"),
-    ("serve", &["-B"], "the bitmaps of an image are not known; --bitmap adds a new one"),
+    (
+        "serve",
+        &["-B"],
+        "take '--bitmap NAME' for a new one; those of an image are served with '--read-only'",
+    ),
     (
         "serve",
         &["--discard", "--detect-zeroes"],
