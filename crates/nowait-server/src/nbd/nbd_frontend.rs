@@ -22,7 +22,7 @@ use crate::nbd::connection::{
 use crate::nbd::connection_channel::ConnectionChannel;
 use crate::nbd::handshake::timeout::HandshakeDeadlines;
 use crate::nbd::negotiate::{ExportDirectory, Handshakes};
-use crate::nbd::reply::builder::CompletedRequest;
+use crate::nbd::reply::builder::{CompletedRequest, RequestContext};
 use crate::nbd::session::{Phase, ReadState};
 use crate::nbd::socket_read::{ReadBuffers, SharedState};
 use crate::nbd::stalled_connections::{PERIOD, StallCheck};
@@ -231,6 +231,32 @@ impl NbdFrontend {
     }
 }
 
+impl NbdFrontend {
+    /// Replies to a completed block status request.
+    #[cold]
+    fn complete_status<Q: IoQueue>(
+        &mut self,
+        context: &mut LoopContext<Q>,
+        member: usize,
+        request: &RequestContext,
+        completion: Completion,
+    ) {
+        let extents = context.engine.take_extents(completion.tag);
+        let Some(connection) = self.connections.get_mut(member) else { return };
+        connection.session.in_flight -= 1;
+        if connection.session.input != ReadState::Aborted
+            && let Some(served) = context.exports.get(completion.device)
+        {
+            let (all, block) = (&served.shared.bitmaps, served.export.smallest_block());
+            let dirty = connection.session.dirty_extents(all, (request, completion.io), block);
+            let completed =
+                CompletedRequest { completion, start: 0, extents: &extents, dirty: &dirty };
+            connection.session.reply(&served.export, request, completed);
+        }
+        context.schedule(member, &mut connection.member);
+    }
+}
+
 impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
     fn begin(&mut self, context: &mut LoopContext<Q>) -> Result<(), Error> {
         for (n, listener) in self.acceptor.listeners().iter().enumerate() {
@@ -347,10 +373,9 @@ impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
     ) {
         let Some(entry) = self.shared.requests.in_flight.try_remove(key as usize) else { return };
         let InFlight { request, split } = entry;
-        let extents = match completion.io.op {
-            Op::Status => context.engine.take_extents(completion.tag),
-            _ => Vec::new(),
-        };
+        if completion.io.op == Op::Status {
+            return self.complete_status(context, member, &request, completion);
+        }
         let Some(connection) = self.connections.get_mut(member) else { return };
         connection.session.in_flight -= 1;
         if let Some(split) = split {
@@ -359,15 +384,7 @@ impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
         } else if connection.session.input != ReadState::Aborted {
             let Some(served) = &connection.member.served else { return };
             let start = served.device.buffer_offset(request.header.offset);
-            let dirty = match completion.io.op == Op::Status && request.contexts.bitmaps() > 0 {
-                true => {
-                    let (all, block) = (&served.shared.bitmaps, served.export.smallest_block());
-                    connection.session.dirty_extents(all, (&request, completion.io), block)
-                }
-                false => Vec::new(),
-            };
-            let completed =
-                CompletedRequest { completion, start, extents: &extents, dirty: &dirty };
+            let completed = CompletedRequest { completion, start, extents: &[], dirty: &[] };
             connection.session.reply(&served.export, &request, completed);
         }
         context.schedule(member, &mut connection.member);
