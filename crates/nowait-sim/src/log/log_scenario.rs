@@ -22,6 +22,8 @@ pub struct LogScenario {
     pub most_files: usize,
     /// Spare segments that are kept.
     pub spares: u32,
+    /// Spare segments are made ahead.
+    pub prepare_ahead: bool,
     /// The most records that wait at a time.
     pub depth: usize,
     /// The lengths of most records, in bytes. A few repeat, so that groups end where older ones did.
@@ -80,6 +82,7 @@ impl LogScenario {
             },
             most_files: random.pick(&[3, 5, 1000]).unwrap_or(1000),
             spares: random.pick(&[0, 1, 2, 100]).unwrap_or(2),
+            prepare_ahead: random.below(2) == 0,
             depth: 1 + random.below(12) as usize,
             lens: [(); 3].map(|()| Self::some_len(&mut random)),
             cuts: random.pick(&[20, 100, 400]).unwrap_or(20),

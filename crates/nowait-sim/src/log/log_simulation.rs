@@ -230,7 +230,9 @@ impl LogSimulation {
         let slot = Slot::default();
         self.log = Use::Opening(slot.clone());
         let directory = Arc::new(self.directory.start());
-        let options = LogOptions::new().segment_bytes(SEGMENT_BYTES).spares(self.scenario.spares);
+        let LogScenario { spares, prepare_ahead, .. } = self.scenario;
+        let options = LogOptions::new().segment_bytes(SEGMENT_BYTES).spares(spares);
+        let options = options.prepare_ahead(prepare_ahead);
         let (jobs, id) = (self.jobs.clone(), self.scenario.seed);
         let spawn = move |job: Box<dyn FnOnce() + Send>| {
             jobs.lock().unwrap_or_else(PoisonError::into_inner).push_back(job);

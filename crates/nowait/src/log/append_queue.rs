@@ -56,6 +56,10 @@ struct State {
     last_write: Duration,
     /// A record found no room in the group.
     is_full: bool,
+    /// A spare segment is being made.
+    is_preparing: bool,
+    /// The segment for which one was made last.
+    prepared_for: u64,
     /// Why the log takes nothing more.
     broken: Option<Error>,
     /// Tasks that wait for room in the group.
@@ -90,10 +94,16 @@ pub(crate) struct AppendQueue {
     durable: AtomicU64,
     pub(crate) segments: Segments,
     spawn: Spawn,
+    prepares_ahead: bool,
 }
 
 impl AppendQueue {
-    pub(crate) fn new(writer: LogWriter, segments: Segments, spawn: Spawn) -> Self {
+    pub(crate) fn new(
+        writer: LogWriter,
+        segments: Segments,
+        spawn: Spawn,
+        prepares_ahead: bool,
+    ) -> Self {
         Self {
             durable: AtomicU64::new(writer.end()),
             state: Mutex::default(),
@@ -103,6 +113,7 @@ impl AppendQueue {
             writer: Mutex::new(writer),
             segments,
             spawn,
+            prepares_ahead,
         }
     }
 
@@ -222,7 +233,10 @@ impl AppendQueue {
 
     /// Writes the present group. Afterwards there is no leader; true if the next group has records, but no
     /// thread that could write it.
-    fn lead<'a>(&'a self, mut state: MutexGuard<'a, State>) -> (MutexGuard<'a, State>, bool) {
+    fn lead<'a>(
+        self: &'a Arc<Self>,
+        mut state: MutexGuard<'a, State>,
+    ) -> (MutexGuard<'a, State>, bool) {
         state.is_led = true;
         state = self.gather(state);
         let memory = std::mem::take(&mut state.memory);
@@ -252,6 +266,7 @@ impl AppendQueue {
         let mut wakers = group.end.wakers.lock().unwrap_or_else(PoisonError::into_inner);
         wakers.drain(..).for_each(|(_, waker)| waker.wake());
         drop(wakers);
+        self.prepare(&mut state);
         state.is_led = false;
         if state.group.buffer.is_empty() {
             self.idle.notify_all();
@@ -275,6 +290,25 @@ impl AppendQueue {
         waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
+    /// Has another thread make a spare segment if one will be needed; once for each segment, also if that fails.
+    fn prepare(self: &Arc<Self>, state: &mut State) {
+        let (end, is_done) = (self.durable(), state.is_preparing || state.broken.is_some());
+        let (last, _) = self.segments.layout.place_of(end);
+        if !self.prepares_ahead || is_done || state.prepared_for == last {
+            return;
+        }
+        if self.segments.needs_spare(end) {
+            (state.is_preparing, state.prepared_for) = (true, last);
+            let queue = self.clone();
+            (self.spawn)(Box::new(move || {
+                // Without one the append that needs a segment makes it, and has the error.
+                let _ = queue.segments.make_spare(last);
+                queue.lock().is_preparing = false;
+                queue.idle.notify_all();
+            }));
+        }
+    }
+
     fn write(&self, group: &mut GroupBuffer) -> Result<u64, WriteFailure> {
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         let position = writer.write(group, &self.segments)?;
@@ -282,10 +316,10 @@ impl AppendQueue {
         Ok(position)
     }
 
-    /// Waits until no group is written and none waits.
+    /// Waits until no group is written, none waits, and no segment is made.
     pub(crate) fn wait_until_idle(&self) {
         let mut state = self.lock();
-        while state.is_led || !state.group.buffer.is_empty() {
+        while state.is_led || state.is_preparing || !state.group.buffer.is_empty() {
             state = self.idle.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }

@@ -21,6 +21,9 @@ pub struct LogOptions {
     /// Segments that are kept for reuse when [`crate::Log::truncate_before`] has freed them, 0 to 1024;
     /// further ones are removed. 2 by default.
     pub spares: u32,
+    /// When the last segment is half full and there is no spare one, a thread of the library makes one, so that
+    /// no append has to wait for that. On by default.
+    pub prepare_ahead: bool,
     /// A directory that is missing is made, as is the first segment; else that is `ENOENT`. On by default.
     pub create: bool,
     /// Whether the page cache is bypassed; where the file system can, by default.
@@ -29,7 +32,13 @@ pub struct LogOptions {
 
 impl Default for LogOptions {
     fn default() -> Self {
-        Self { segment_bytes: 64 << 20, spares: 2, create: true, direct: Direct::Auto }
+        Self {
+            segment_bytes: 64 << 20,
+            spares: 2,
+            prepare_ahead: true,
+            create: true,
+            direct: Direct::Auto,
+        }
     }
 }
 
@@ -50,6 +59,11 @@ impl LogOptions {
     #[must_use]
     pub const fn spares(self, spares: u32) -> Self {
         Self { spares, ..self }
+    }
+
+    #[must_use]
+    pub const fn prepare_ahead(self, prepare_ahead: bool) -> Self {
+        Self { prepare_ahead, ..self }
     }
 
     #[must_use]

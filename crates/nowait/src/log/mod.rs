@@ -121,7 +121,8 @@ impl Log {
         spawn: Spawn,
     ) -> Result<Self, Error> {
         let Recovered { segments, last, end } = recover(directory, options, id)?;
-        let queue = Arc::new(AppendQueue::new(LogWriter::new(last, end), segments, spawn));
+        let writer = LogWriter::new(last, end);
+        let queue = Arc::new(AppendQueue::new(writer, segments, spawn, options.prepare_ahead));
         Ok(Self(Arc::new(Handles { queue, readers: Mutex::default(), _lock: lock })))
     }
 

@@ -16,6 +16,9 @@ use crate::storage::Storage;
 use crate::types::error::{Error, Operation};
 use crate::types::request::Flags;
 
+/// The bit in the number of a spare file that was never a segment; no segment has it.
+const MADE_AHEAD: u64 = 1 << 63;
+
 /// Why a group was not written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WriteFailure {
@@ -113,8 +116,38 @@ impl Segments {
         Ok(storage)
     }
 
-    /// Makes a file whose header is durable. One that is new is filled with zeros, so that a later write
-    /// to it allocates nothing and changes no metadata.
+    /// Whether a spare segment has to be made, because none is left and the last segment, whose groups end
+    /// at `end`, is half full.
+    pub(crate) fn needs_spare(&self, end: u64) -> bool {
+        self.layout.place_of(end).1 > self.layout.segment_bytes / 2 && self.spares().is_empty()
+    }
+
+    /// Makes a spare file, while segment `last` is the last one.
+    ///
+    /// # Errors
+    /// As [`LogDirectory::create`]; the errno of a write, a sync or rename(2). There is no such file then.
+    pub(crate) fn make_spare(&self, last: u64) -> Result<(), Error> {
+        let number = MADE_AHEAD | last;
+        let (new, spare) = (SegmentName::New(number).text(), SegmentName::Spare(number).text());
+        let made = self.create(&new).and_then(|storage| storage.sync());
+        match made.and_then(|()| self.directory.rename(&new, &spare)) {
+            Ok(()) => self.spares().push(number),
+            Err(error) => {
+                let _ = self.directory.remove(&new);
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes a file of zeros. A later write to it allocates nothing and changes no metadata.
+    fn create(&self, name: &str) -> Result<Arc<dyn Storage>, Error> {
+        let storage = self.directory.create(name, self.layout.segment_bytes)?;
+        whole_blocks::fill_with_zeros(&*storage, self.layout.segment_bytes)?;
+        Ok(storage)
+    }
+
+    /// Makes a file whose header is durable.
     fn prepare(
         &self,
         name: &str,
@@ -129,11 +162,7 @@ impl Segments {
                 }
                 storage
             }
-            false => {
-                let storage = self.directory.create(name, self.layout.segment_bytes)?;
-                whole_blocks::fill_with_zeros(&*storage, self.layout.segment_bytes)?;
-                storage
-            }
+            false => self.create(name)?,
         };
         let mut block = IoBuffer::zeroed(BLOCK_BYTES as usize)?;
         header.write(&mut block);

@@ -27,6 +27,7 @@ rules![
     c71_after_a_failed_sync_nothing_is_appended_until_the_log_is_reopened,
     c72_a_second_open_is_ebusy,
     c73_truncated_segments_are_reused_and_their_records_gone,
+    c71_a_segment_that_is_made_ahead_is_used_next,
     c73_a_truncation_returns_when_it_is_durable,
     c73_further_spare_segments_are_removed,
 ];
@@ -42,7 +43,7 @@ fn scratch() -> Scratch {
 }
 
 fn options() -> LogOptions {
-    LogOptions::new().segment_bytes(SEGMENT)
+    LogOptions::new().segment_bytes(SEGMENT).prepare_ahead(false)
 }
 
 fn errno<T>(done: Result<T, Error>) -> i32 {
@@ -374,6 +375,25 @@ fn c71_without_space_a_record_is_refused_and_the_log_goes_on() {
     records.extend(fill(&log, [10, 30_000]));
     drop(log);
     assert!(all(&Log::open(dir.path(), options()).unwrap()) == records);
+}
+
+fn c71_a_segment_that_is_made_ahead_is_used_next() {
+    let dir = scratch();
+    let log = Log::open(dir.path(), options().prepare_ahead(true)).unwrap();
+    let mut records = fill(&log, [20_000]);
+    assert_eq!(names(dir.path(), "spare-"), 0);
+    records.extend(fill(&log, [20_000]));
+    // Closing the log waits for the thread that makes it.
+    drop(log);
+    assert_eq!((names(dir.path(), "spare-"), names(dir.path(), "new-")), (1, 0));
+    let log = Log::open(dir.path(), options()).unwrap();
+    let shared = log.clone();
+    let more =
+        denied(Deny::all(libc::SYS_fallocate, libc::ENOSPC), move || fill(&shared, [50_000]));
+    let Some(more) = more else { return };
+    records.extend(more);
+    assert_eq!((names(dir.path(), "segment-"), names(dir.path(), "spare-")), (2, 0));
+    assert!(all(&log) == records);
 }
 
 fn c71_after_a_failed_sync_nothing_is_appended_until_the_log_is_reopened() {
