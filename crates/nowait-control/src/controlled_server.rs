@@ -187,15 +187,17 @@ impl From<ExportError> for ControlError {
 mod tests {
     use super::*;
 
+    type Status = fn(String) -> ControlError;
+
     #[test]
     fn each_refusal_has_a_status_and_one_line_that_says_why() {
         let nospace = nowait::Error::new(28, nowait::Operation::Write);
         let node = || ExportError::HasNode { node: "/dev/ublkb3".into(), id: 3 };
-        let invalid = ControlError::Invalid as fn(String) -> ControlError;
-        let (missing, conflict) = (ControlError::NotFound as _, ControlError::Conflict as _);
-        let failed = ControlError::Failed as _;
+        let (invalid, missing) =
+            (ControlError::Invalid as Status, ControlError::NotFound as Status);
+        let (conflict, failed) = (ControlError::Conflict as Status, ControlError::Failed as Status);
         let full = "write failed: No space left on device (os error 28)";
-        let all: [(ExportError, fn(String) -> ControlError, &str); 18] = [
+        let all: [(ExportError, Status, &str); 18] = [
             (ExportError::NotFound, missing, "there is no such export"),
             (ExportError::NameTaken, conflict, "there is an export of that name"),
             (ExportError::IsDefault, conflict, "the default export cannot be removed"),
