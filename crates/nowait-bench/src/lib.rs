@@ -1,6 +1,6 @@
 //! Benchmarks: nowait compared with the other NBD servers of this machine, each mechanism of the
-//! engine on against off, and copies of disks by several programs. No figure is reported without
-//! one to compare it with.
+//! engine on against off, copies of disks by several programs, and a client beside neighbours that
+//! misbehave. No figure is reported without one to compare it with.
 //!
 //! Invariant: within one table every server gets the same file, processor, client, caching and
 //! encryption. The measurements are short and alternate, so that a slowdown of the machine affects
@@ -35,6 +35,7 @@ mod measurement;
 mod peers;
 mod image_formats;
 mod copying;
+mod isolation;
 mod ablation;
 
 pub use ablation::{DevicesOptions, EngineOptions, TableSelection, run_devices, run_engine};
@@ -42,6 +43,7 @@ pub use cancel::CancelFlag;
 pub use copying::{CopyOptions, run_copies};
 pub use error::Error;
 pub use image_formats::{ImagesOptions, run_images};
+pub use isolation::{IsolationOptions, run_isolation};
 pub use peers::{PeersOptions, run_peers};
 pub use report::{Output, Report, RunOptions};
 pub use server::ServerKind;

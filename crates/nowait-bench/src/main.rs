@@ -10,8 +10,9 @@ use clap::error::ErrorKind;
 use clap::{Args, Command, FromArgMatches};
 use nowait_bench::{
     Caching, CancelFlag, ClientKind, CopyOptions, DevicesOptions, EngineOptions, Error,
-    ImagesOptions, Output, PeersOptions, Report, RunOptions, ServerKind, TableSelection, Transport,
-    run_copies, run_devices, run_engine, run_images, run_peers,
+    ImagesOptions, IsolationOptions, Output, PeersOptions, Report, RunOptions, ServerKind,
+    TableSelection, Transport, run_copies, run_devices, run_engine, run_images, run_isolation,
+    run_peers,
 };
 use nowait_cli::bench_args::{BenchArgs, BenchCaching, BenchClient, BenchTransport, BenchWhat};
 use nowait_daemon::error::{CliError, os_message};
@@ -97,6 +98,10 @@ fn measure(args: &BenchArgs, run: RunOptions) -> Result<Report, CliError> {
             let options = ImagesOptions { run, nowait: Some(nowait()?), servers, only };
             return run_images(&options, &mut out).map_err(failed);
         }
+        BenchWhat::Isolation => {
+            let options = IsolationOptions { run, nowait: nowait()?, only: args.only.clone() };
+            return run_isolation(&options, &mut out).map_err(failed);
+        }
         BenchWhat::Nowait if !args.device.is_empty() => {
             let options = DevicesOptions {
                 run,
@@ -109,6 +114,19 @@ fn measure(args: &BenchArgs, run: RunOptions) -> Result<Report, CliError> {
             };
             return run_devices(&options, &mut out).map_err(failed);
         }
+        what => selection(what),
+    };
+    let only = args.only.clone();
+    let mut options = EngineOptions { run, what, file, only, ..EngineOptions::default() };
+    if !args.latency.is_empty() {
+        options.latency.clone_from(&args.latency);
+    }
+    run_engine(&options, &mut out).map_err(failed)
+}
+
+/// The engine's tables that `what` names; all for another one.
+fn selection(what: BenchWhat) -> TableSelection {
+    match what {
         BenchWhat::Simple => TableSelection::Simple,
         BenchWhat::Completion => TableSelection::Completion,
         BenchWhat::Vectored => TableSelection::Vectored,
@@ -118,14 +136,12 @@ fn measure(args: &BenchArgs, run: RunOptions) -> Result<Report, CliError> {
         BenchWhat::Durable => TableSelection::Durable,
         BenchWhat::Log => TableSelection::Log,
         BenchWhat::Engines => TableSelection::Engines,
-        BenchWhat::All => TableSelection::All,
-    };
-    let only = args.only.clone();
-    let mut options = EngineOptions { run, what, file, only, ..EngineOptions::default() };
-    if !args.latency.is_empty() {
-        options.latency.clone_from(&args.latency);
+        BenchWhat::All
+        | BenchWhat::Peers
+        | BenchWhat::Copy
+        | BenchWhat::Images
+        | BenchWhat::Isolation => TableSelection::All,
     }
-    run_engine(&options, &mut out).map_err(failed)
 }
 
 /// The program to measure: the one that started this one, or else the one beside it.

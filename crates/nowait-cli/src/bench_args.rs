@@ -159,9 +159,10 @@ impl BenchArgs {
     /// # Errors
     /// A message for the user.
     pub fn check(&self) -> Result<(), String> {
-        use BenchWhat::{All, Copy, Images, Nowait, Peers, Vectored};
+        use BenchWhat::{All, Copy, Images, Isolation, Nowait, Peers, Vectored};
         let what = self.what;
         let is = |allowed: &[BenchWhat]| allowed.contains(&what);
+        let of_tables = "all but copy, images and isolation";
         let options = [
             (self.directory.is_some(), is(&[Copy]), "--directory", "copy"),
             (!self.device.is_empty(), is(&[Nowait]), "--device", "nowait"),
@@ -174,8 +175,8 @@ impl BenchArgs {
             (!self.servers.is_empty(), is(&[Peers, Images]), "--servers", "peers and images"),
             (self.only.is_some(), !is(&[Copy]), "--only", "all but copy"),
             (!self.latency.is_empty(), is(&[Vectored, All]), "--latency", "vectored and all"),
-            (self.file.is_some(), !is(&[Copy, Images]), "--file", "all but copy and images"),
-            (self.html.is_some(), !is(&[Copy, Images]), "--html", "all but copy and images"),
+            (self.file.is_some(), !is(&[Copy, Images, Isolation]), "--file", of_tables),
+            (self.html.is_some(), !is(&[Copy, Images, Isolation]), "--html", of_tables),
             (self.seconds.is_some(), !is(&[Copy]), "--seconds", "all but copy"),
         ];
         match options.into_iter().find(|(is_given, has, ..)| *is_given && !has) {
@@ -230,6 +231,10 @@ pub enum BenchWhat {
     /// Image formats: raw, qcow2 and a chain of three, served by nowait and by QEMU's servers, on
     /// images that are made for it in $TMPDIR or /var/tmp
     Images,
+    /// The latencies of one client, alone and beside others of the same server: with a disk that stops answering,
+    /// one that takes 100 ms a request, one that fails every request, and a client that floods. The disks are on a
+    /// FUSE file system
+    Isolation,
     /// The engine's simple path on and off: 4K random, all of the library's interfaces
     Simple,
     /// Writes finished where they are reaped, and after a detour
@@ -250,7 +255,7 @@ pub enum BenchWhat {
     /// The engine on io_uring and on Linux AIO, the library's other interfaces, a bare io_uring loop, plain
     /// calls, and fio where it is installed
     Engines,
-    /// All of the engine's tables: all but peers, copy and images
+    /// All of the engine's tables: all but peers, copy, images and isolation
     All,
 }
 
@@ -300,6 +305,7 @@ Examples:
   nowait bench peers                        NBD servers side by side, on a temporary file
   nowait bench copy --directory /mnt/fast   copies side by side, in a directory made there
   nowait bench images                       raw, qcow2 and a chain, past the page cache
+  nowait bench isolation                    a client beside neighbours that misbehave
   nowait bench all --html report.html       each of the engine's mechanisms, on against off
   nowait bench peers --file /mnt/fast/scratch.img --overwrite --seconds 3
   nowait bench nowait --device /dev/ublkb0 --device /dev/loop0

@@ -10,6 +10,7 @@ mod addresses_and_keys;
 mod backing_names;
 mod bench_copy;
 mod bench_devices;
+mod bench_isolation;
 mod block_devices;
 mod block_size;
 mod booted_systemd;

@@ -1,0 +1,192 @@
+//! A disk on a file system of this process (FUSE), which answers as it is told.
+//!
+//! Invariant: it is read-only, and all zeros. A read that is held is answered, with an error, when it is told
+//! otherwise or is dropped: no process hangs in it afterwards.
+
+use std::ffi::OsStr;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant, UNIX_EPOCH};
+
+use fuser::{
+    BackgroundSession, Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags,
+    Generation, INodeNo, LockOwner, MountOption, OpenFlags, ReplyAttr, ReplyData, ReplyEntry,
+    ReplyOpen, Request,
+};
+
+/// The name of the only file.
+const NAME: &str = "disk";
+const FILE: INodeNo = INodeNo(2);
+/// How long the kernel may remember names and attributes.
+const TTL: Duration = Duration::from_secs(3600);
+
+/// How reads are answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Answer {
+    /// With zeros, immediately.
+    Zeros,
+    /// With zeros, after this time each, however many there are.
+    Late(Duration),
+    /// With `EIO`, immediately.
+    Error,
+    /// Not at all, until another answer is set.
+    Never,
+}
+
+/// What the reads of the file have in common.
+struct Reads {
+    answer: Answer,
+    held: Vec<ReplyData>,
+}
+
+#[derive(Clone)]
+struct SharedReads(Arc<Mutex<Reads>>);
+
+impl SharedReads {
+    fn lock(&self) -> MutexGuard<'_, Reads> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Answers like this from now on, and what is held with an error.
+    fn set(&self, answer: Answer) {
+        let held = {
+            let mut reads = self.lock();
+            reads.answer = answer;
+            std::mem::take(&mut reads.held)
+        };
+        held.into_iter().for_each(|reply| reply.error(Errno::EIO));
+    }
+}
+
+/// A read that is answered at a time.
+type LateRead = (Instant, u32, ReplyData);
+
+/// A mounted disk.
+pub(super) struct HeldDisk {
+    reads: SharedReads,
+    path: PathBuf,
+    session: Option<BackgroundSession>,
+}
+
+impl HeldDisk {
+    /// Mounts a disk of `bytes` bytes at `directory`, which is empty.
+    ///
+    /// # Errors
+    /// The file system cannot be mounted: by a user who may not, or without `fusermount3`.
+    pub(super) fn mount(directory: &Path, bytes: u64) -> io::Result<Self> {
+        let reads = Reads { answer: Answer::Zeros, held: Vec::new() };
+        let reads = SharedReads(Arc::new(Mutex::new(reads)));
+        let (late, due) = channel();
+        thread::Builder::new().spawn(move || answer_late(&due))?;
+        let files = Files { bytes, reads: reads.clone(), late };
+        let mut config = Config::default();
+        config.mount_options =
+            vec![MountOption::RO, MountOption::FSName("nowait-bench".to_owned())];
+        let session = fuser::spawn_mount(files, directory, &config)?;
+        Ok(Self { reads, path: directory.join(NAME), session: Some(session) })
+    }
+
+    /// The path of the file.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Answers reads like this from now on.
+    pub(super) fn set(&self, answer: Answer) {
+        self.reads.set(answer);
+    }
+}
+
+impl Drop for HeldDisk {
+    fn drop(&mut self) {
+        self.reads.set(Answer::Error);
+        // Left behind only if another process has a file open there.
+        let _ = self.session.take().map(BackgroundSession::umount_and_join);
+    }
+}
+
+/// Answers reads when they are due: all wait for the same time, so that the first one is due first.
+fn answer_late(due: &Receiver<LateRead>) {
+    while let Ok((at, size, reply)) = due.recv() {
+        thread::sleep(at.saturating_duration_since(Instant::now()));
+        reply.data(&vec![0; size as usize]);
+    }
+}
+
+/// The file system.
+struct Files {
+    bytes: u64,
+    reads: SharedReads,
+    late: Sender<LateRead>,
+}
+
+impl Files {
+    fn attributes(&self, inode: INodeNo) -> FileAttr {
+        let is_file = inode == FILE;
+        FileAttr {
+            ino: inode,
+            size: if is_file { self.bytes } else { 0 },
+            blocks: 0,
+            atime: UNIX_EPOCH,
+            mtime: UNIX_EPOCH,
+            ctime: UNIX_EPOCH,
+            crtime: UNIX_EPOCH,
+            kind: if is_file { FileType::RegularFile } else { FileType::Directory },
+            perm: if is_file { 0o444 } else { 0o555 },
+            nlink: 1,
+            uid: rustix::process::getuid().as_raw(),
+            gid: rustix::process::getgid().as_raw(),
+            rdev: 0,
+            blksize: 4096,
+            flags: 0,
+        }
+    }
+}
+
+impl Filesystem for Files {
+    fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        if parent == INodeNo::ROOT && name == NAME {
+            reply.entry(&TTL, &self.attributes(FILE), Generation(0));
+        } else {
+            reply.error(Errno::ENOENT);
+        }
+    }
+
+    fn getattr(&self, _: &Request, inode: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
+        reply.attr(&TTL, &self.attributes(inode));
+    }
+
+    fn open(&self, _: &Request, inode: INodeNo, _: OpenFlags, reply: ReplyOpen) {
+        match inode == FILE {
+            // Past the page cache, whatever the server asks for.
+            true => reply.opened(FileHandle(0), FopenFlags::FOPEN_DIRECT_IO),
+            false => reply.error(Errno::EISDIR),
+        }
+    }
+
+    fn read(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        offset: u64,
+        size: u32,
+        _: OpenFlags,
+        _: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        let left = self.bytes.saturating_sub(offset);
+        let size = u32::try_from(left).unwrap_or(u32::MAX).min(size);
+        let mut reads = self.reads.lock();
+        match reads.answer {
+            Answer::Never => reads.held.push(reply),
+            Answer::Zeros => reply.data(&vec![0; size as usize]),
+            Answer::Error => reply.error(Errno::EIO),
+            // The thread lives as long as this file system.
+            Answer::Late(time) => drop(self.late.send((Instant::now() + time, size, reply))),
+        }
+    }
+}
