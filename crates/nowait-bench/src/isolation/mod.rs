@@ -294,7 +294,7 @@ mod tests {
         let rows = vec![row(Neighbour::None, 50.0, 80.0), row(Neighbour::Slow, 60.0, 120.0)];
         let table = IsolationTable { queue: URING, rows: rows.clone() };
         let (text, json) = (table.text(), table.to_json());
-        assert!(text.contains("takes 100 ms") && text.contains("1.20  120.0"), "{text}");
+        assert!(text.contains("takes 100 ms") && text.contains("1.20   120.0"), "{text}");
         assert_eq!(json["rows"][0]["p99_to_alone"], 1.0);
         assert_eq!(json["rows"][1]["neighbour"], "slow");
         assert_eq!(json["rows"][1]["p99_to_alone"], 1.5);
