@@ -10,16 +10,16 @@ use nowait::{Error, LogPosition, LogRecord};
 
 use crate::model::Violation;
 
-/// What is known of a record.
+/// The state of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
     /// Its append has not returned, or failed with an error that says nothing.
     Open,
     /// Its append failed, and the log may have gone on.
     Failed,
-    /// It is durable at this position.
+    /// Durable, at this position.
     Durable(u64),
-    /// It is not in the log.
+    /// Not in the log, now or later.
     Gone,
 }
 
@@ -234,7 +234,7 @@ impl LogOracle {
         self.place(number, position)
     }
 
-    /// What the open has found stays, and nothing else comes.
+    /// The records that an open has found stay, and no others come.
     fn opened(&mut self, start: u64, found: &BTreeMap<u64, u64>) {
         self.failed.clear();
         let is_found = |number: u64, known: &Known| match known.fate {

@@ -31,11 +31,11 @@ type Append = Pin<Box<dyn Future<Output = Result<LogPosition, Error>>>>;
 /// The result of a call on another thread, when it has returned.
 type Slot<T> = Rc<RefCell<Option<T>>>;
 
-/// What the process does with its log.
+/// The use that the process makes of its log.
 enum Use {
-    /// It opens it.
+    /// The log is being opened.
     Opening(Slot<Result<Log, Error>>),
-    /// It is open, and its records were checked.
+    /// The log is open, and its records were checked.
     Open(Log),
 }
 
@@ -48,7 +48,7 @@ pub struct LogSimulation {
     appends: Vec<(u64, Append)>,
     jobs: Jobs,
     threads: Coroutines,
-    /// It has no jobs: a log has no requests of an engine.
+    /// A pool without jobs: a log has no requests of an engine.
     workers: WorkerPool,
     truncation: Option<Slot<Result<(), Error>>>,
     oracle: LogOracle,

@@ -24,7 +24,7 @@ type Files = BTreeMap<String, Arc<SimDevice>>;
 
 struct State {
     files: Files,
-    /// What is durable of them, and the names after each later change.
+    /// The durable ones, and all of them after each later change.
     durable: Files,
     changes: Vec<Files>,
     /// Every file that was made, for their faults and power.

@@ -60,7 +60,7 @@ struct State {
     is_preparing: bool,
     /// The segment for which one was made last.
     prepared_for: u64,
-    /// Why the log takes nothing more.
+    /// The reason why the log takes nothing more.
     broken: Option<Error>,
     /// Tasks that wait for room in the group.
     tasks: Vec<Waker>,
@@ -146,7 +146,7 @@ impl AppendQueue {
     /// Appends a record, whose data has the check `check`, and waits until it is durable.
     ///
     /// # Errors
-    /// As [`crate::Log::append`].
+    /// The errors of [`crate::Log::append`].
     pub(crate) fn append(self: &Arc<Self>, data: &[u8], check: u64) -> Result<LogPosition, Error> {
         let mut state = self.lock();
         let added = loop {
@@ -176,7 +176,7 @@ impl AppendQueue {
     /// Polls for the end of a record that a task appends; `added` is kept between the polls.
     ///
     /// # Errors
-    /// As [`crate::Log::append_async`].
+    /// The errors of [`crate::Log::append_async`].
     pub(crate) fn poll_append(
         self: &Arc<Self>,
         added: &mut Option<Added>,

@@ -14,7 +14,7 @@ const GROUP_BYTES: u64 = 1 << 20;
 
 /// A record of a group.
 struct Placed {
-    /// Where its header is, in bytes from the start of the group.
+    /// The place of its header, in bytes from the start of the group.
     at: u32,
     len: u32,
     data: u64,

@@ -19,7 +19,7 @@ use crate::types::error::{Error, Operation};
 /// The file that is locked while the log is open.
 const LOCK: &str = "lock";
 
-/// What a log needs of the directory that it is in. Every call may wait.
+/// The directory of a log. Every call may wait.
 #[cfg_attr(not(feature = "sim"), expect(unreachable_pub, reason = "a simulation implements it"))]
 pub trait LogDirectory: Send + Sync {
     /// The names of all files.
@@ -34,11 +34,11 @@ pub trait LogDirectory: Send + Sync {
     /// The errno of open(2), `ENOENT` if there is none.
     fn open(&self, name: &str) -> Result<Arc<dyn Storage>, Error>;
 
-    /// As [`LogDirectory::open`], after a process may have been killed or a sync may have failed: what is
-    /// read then is durable.
+    /// Opens a file after a process may have been killed or a sync may have failed: all that is read then
+    /// is durable.
     ///
     /// # Errors
-    /// As [`LogDirectory::open`]; the errno of fdatasync(2).
+    /// The errors of [`LogDirectory::open`]; the errno of fdatasync(2).
     fn open_settled(&self, name: &str) -> Result<Arc<dyn Storage>, Error>;
 
     /// Makes a file of `bytes` zeros, with storage for them where the file system can allocate it.

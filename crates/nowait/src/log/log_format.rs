@@ -37,7 +37,7 @@ pub(crate) fn check_of(bytes: &[u8]) -> u64 {
     checksum(CrcAlgorithm::Crc64Nvme, bytes)
 }
 
-/// What is the same for all segments of a log.
+/// The numbers that all segments of a log share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Layout {
     /// A random number that tells the log from others.
@@ -242,7 +242,7 @@ mod tests {
         let mut other = [0; 64];
         let check = LAYOUT.write_record(record, position, &mut other);
         assert_eq!(LAYOUT.read_record(&other, position), Some((record, check)));
-        // The same place in another use of the file, or in another log.
+        // Another use of the file, and another log.
         for (layout, position) in
             [(LAYOUT, LAYOUT.first_group(4)), (Layout { id: 8, ..LAYOUT }, position)]
         {

@@ -1,4 +1,4 @@
-//! Where a record of a log is.
+//! The place of a record in a log.
 //!
 //! Invariant: positions grow with the order of the records, and none is used twice in a log.
 

@@ -36,7 +36,7 @@ pub struct LogRecords {
 /// The segment that is read.
 struct OpenSegment {
     reader: SegmentReader,
-    /// Where its last group ends, once it is not the last segment.
+    /// The end of its last group, once it is not the last segment.
     end: Option<u64>,
 }
 
@@ -45,7 +45,7 @@ const fn no_data(position: u64) -> Error {
     Error::new(libc::ENODATA, Operation::Read).at(ByteRange::new(position, 1))
 }
 
-/// What to report if reading at `position` has failed: if its segment was freed meanwhile, that.
+/// The error to report if reading at `position` has failed: that its segment was freed meanwhile, if it was.
 fn explain(segments: &Segments, position: u64, failure: ReadFailure) -> Error {
     let (number, _) = segments.layout.place_of(position);
     match failure {
@@ -71,7 +71,7 @@ fn open(segments: &Segments, number: u64, window: u64) -> Result<SegmentReader, 
 /// The data of the record at `position`. `kept` is the reader of an earlier call, and of the next one.
 ///
 /// # Errors
-/// As [`crate::Log::read`].
+/// The errors of [`crate::Log::read`].
 pub(crate) fn read_one(
     queue: &AppendQueue,
     position: u64,

@@ -37,7 +37,7 @@ impl LogWriter {
     /// Writes a group and makes it durable. Returns its position.
     ///
     /// # Errors
-    /// As [`Segments::begin`]. Refused also if there was no space for the write, broken if it failed
+    /// The failures of [`Segments::begin`]. Refused also if there was no space for the write, broken if it failed
     /// otherwise, or the sync did.
     pub(crate) fn write(
         &mut self,

@@ -68,7 +68,7 @@ const KEPT_READERS: usize = 8;
 #[derive(Clone)]
 pub struct Log(Arc<Handles>);
 
-/// What all handles of a log share; it is dropped with the last one, and unlocks the directory then.
+/// The state that all handles of a log share; it is dropped with the last one, and unlocks the directory then.
 struct Handles {
     queue: Arc<AppendQueue>,
     readers: Mutex<Vec<SegmentReader>>,
@@ -101,7 +101,7 @@ impl Log {
     /// Opens the log in a simulated directory; a new one gets the number `id`. `spawn` runs the jobs of tasks.
     ///
     /// # Errors
-    /// As [`Log::open`].
+    /// The errors of [`Log::open`].
     #[cfg(feature = "sim")]
     pub fn simulated(
         directory: Arc<dyn LogDirectory>,
@@ -139,11 +139,11 @@ impl Log {
         self.0.queue.append(record, check_of(record))
     }
 
-    /// As [`Log::append`], for tasks of any executor: a thread of the library writes. A future that is dropped
+    /// Appends `record` for a task of any executor, as [`Log::append`]: a thread of the library writes. A future that is dropped
     /// may have appended the record, unless it was never polled.
     ///
     /// # Errors
-    /// As [`Log::append`].
+    /// The errors of [`Log::append`].
     pub async fn append_async(&self, record: &[u8]) -> Result<LogPosition, Error> {
         self.check(record)?;
         let (mut added, check) = (None, check_of(record));

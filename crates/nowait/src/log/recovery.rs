@@ -36,7 +36,7 @@ struct Found {
 /// Finds the log in `directory`, or makes one with the number `id`.
 ///
 /// # Errors
-/// As [`crate::Log::open`].
+/// The errors of [`crate::Log::open`].
 pub(crate) fn recover(
     directory: Arc<dyn LogDirectory>,
     options: LogOptions,

@@ -33,10 +33,10 @@ pub(crate) struct SegmentReader {
     filled: u64,
 }
 
-/// Why something could not be read.
+/// The reason why something could not be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReadFailure {
-    /// It does not have the check of its place.
+    /// The check of its place is missing.
     Mismatch,
     /// The storage failed.
     Storage(Error),

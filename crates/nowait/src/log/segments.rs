@@ -19,12 +19,12 @@ use crate::types::request::Flags;
 /// The bit in the number of a spare file that was never a segment; no segment has it.
 const MADE_AHEAD: u64 = 1 << 63;
 
-/// Why a group was not written.
+/// The reason why a group was not written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WriteFailure {
     /// None of it is in the log, which goes on.
     Refused(Error),
-    /// What is durable is not known: the log takes nothing more.
+    /// The log takes nothing more: it is not known what is durable.
     Broken(Error),
 }
 
@@ -54,7 +54,7 @@ pub(crate) struct Segments {
 struct Freed {
     /// Their names are not known to be durable.
     is_in_doubt: bool,
-    /// Those of them that are spare files then.
+    /// Numbers of those that are spare files then.
     spares: Vec<u64>,
 }
 
@@ -82,7 +82,7 @@ impl Segments {
     /// Opens a segment to read it.
     ///
     /// # Errors
-    /// As [`LogDirectory::open`].
+    /// The errors of [`LogDirectory::open`].
     pub(crate) fn open(&self, number: u64) -> Result<Arc<dyn Storage>, Error> {
         self.directory.open(&SegmentName::Segment(number).text())
     }
@@ -125,7 +125,7 @@ impl Segments {
     /// Makes a spare file, while segment `last` is the last one.
     ///
     /// # Errors
-    /// As [`LogDirectory::create`]; the errno of a write, a sync or rename(2). There is no such file then.
+    /// The errors of [`LogDirectory::create`]; the errno of a write, a sync or rename(2). There is no such file then.
     pub(crate) fn make_spare(&self, last: u64) -> Result<(), Error> {
         let number = MADE_AHEAD | last;
         let (new, spare) = (SegmentName::New(number).text(), SegmentName::Spare(number).text());

@@ -59,7 +59,7 @@ pub(crate) fn read(storage: &dyn Storage, bytes: &mut [u8], pos: u64) -> Result<
 /// Writes zeros to the first `len` bytes, so that later writes there change no metadata.
 ///
 /// # Errors
-/// As [`write`]; `ENOMEM`.
+/// The errors of [`write`]; `ENOMEM`.
 pub(crate) fn fill_with_zeros(storage: &dyn Storage, len: u64) -> Result<(), Error> {
     let zeros = IoBuffer::zeroed(len.min(ZEROS) as usize)?;
     let mut pos = 0;
