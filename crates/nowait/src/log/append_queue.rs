@@ -86,7 +86,7 @@ pub(crate) struct AppendQueue {
     room: Condvar,
     /// The group has as many records as the one before, or is full.
     gathered: Condvar,
-    /// There is no leader.
+    /// There is no leader, or a spare segment was made.
     idle: Condvar,
     /// Locked by the leader.
     writer: Mutex<LogWriter>,
@@ -311,6 +311,11 @@ impl AppendQueue {
 
     fn write(&self, group: &mut GroupBuffer) -> Result<u64, WriteFailure> {
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        if writer.needs_segment(group, self.segments.layout) && !yield_point::is_simulated() {
+            // A segment that is being made is soon there; making another one would take longer.
+            let is_over = self.idle.wait_while(self.lock(), |state| state.is_preparing);
+            drop(is_over);
+        }
         let position = writer.write(group, &self.segments)?;
         self.durable.store(writer.end(), Ordering::Release);
         Ok(position)

@@ -34,6 +34,11 @@ impl LogWriter {
         self.end
     }
 
+    /// Whether the last segment has no room for a group.
+    pub(crate) fn needs_segment(&self, group: &GroupBuffer, layout: Layout) -> bool {
+        self.end + group.padded() > (self.number + 1) * layout.segment_bytes
+    }
+
     /// Writes a group and makes it durable. Returns its position.
     ///
     /// # Errors
@@ -45,7 +50,7 @@ impl LogWriter {
         segments: &Segments,
     ) -> Result<u64, WriteFailure> {
         let layout = segments.layout;
-        if self.end + group.padded() > (self.number + 1) * layout.segment_bytes {
+        if self.needs_segment(group, layout) {
             self.storage = segments.begin(self.number + 1, self.end)?;
             self.number += 1;
             self.end = layout.first_group(self.number);

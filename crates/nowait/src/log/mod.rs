@@ -94,7 +94,7 @@ impl Log {
         let (directory, lock) = FileDirectory::open(path, options.direct, options.create)?;
         // The state of a new hasher is random.
         let id = std::hash::RandomState::new().build_hasher().finish();
-        let spawn: Spawn = Arc::new(|job| file_call::start(0, job));
+        let spawn: Spawn = Arc::new(move |job| file_call::start(id, job));
         Self::of(Arc::new(directory), Some(lock), options, id, spawn)
     }
 
@@ -139,8 +139,8 @@ impl Log {
         self.0.queue.append(record, check_of(record))
     }
 
-    /// Appends `record` for a task of any executor, as [`Log::append`]: a thread of the library writes. A future that is dropped
-    /// may have appended the record, unless it was never polled.
+    /// Appends `record` for a task of any executor, as [`Log::append`]: a thread of the library writes. A
+    /// future that is dropped may have appended the record, unless it was never polled.
     ///
     /// # Errors
     /// The errors of [`Log::append`].
