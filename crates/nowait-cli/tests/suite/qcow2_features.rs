@@ -105,9 +105,13 @@ fn a_compressed_copy_is_an_image_as_qemu_makes_it_and_as_small() {
         assert!(ours <= most, "{ours} bytes, and qemu-img's {theirs}");
     }
     let raw = scratch.join("raw.img");
-    refusal(&["copy", text(&source), text(&raw), "--compress"])
-        .says(&["--compress is for qcow2, and TO is raw"]);
-    refusal(&["copy", text(&source), text(&raw), "--compression", "zstd"]).says(&["--compress"]);
+    for (option, words) in [
+        (&["--compress"][..], "--compress is for qcow2, and TO is raw"),
+        (&["--compression", "zstd"], "--compress is missing"),
+    ] {
+        let refused = refusal(&[&["copy", text(&source), text(&raw)][..], option].concat());
+        assert!(refused.code == 2 && refused.error.contains(words), "{}", refused.error);
+    }
 }
 
 #[test]
