@@ -367,7 +367,8 @@ mod tests {
             ("nowait serve --fork --exit-with-parent", "--exit-with-parent"),
             ("nowait serve --poll --queue uring", "does not go with --queue"),
             ("nowait bench copy --seconds 2", "all but copy"),
-            ("nowait bench images --file f", "all but copy and images"),
+            ("nowait bench images --file f", "all but copy, images and isolation"),
+            ("nowait bench isolation --html f", "all but copy, images and isolation"),
             ("nowait bench simple --client fio", "an option of peers"),
             ("nowait bench peers --latency 1ms", "vectored and all"),
         ] {
