@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use nowait::{Config, QueueKind};
+use nowait::{Config, QueueKind, WorkerPool};
 
 use crate::block_size::BlockSize;
 use crate::nbd::tls_config::Tls;
@@ -18,6 +18,8 @@ pub struct Options {
     pub kind: QueueKind,
     /// The engines' switches and sizes; all engines share [`Config::buffer_bytes`].
     pub config: Config,
+    /// Threads that may block, for all engines together, 1 to 1024; they start when first needed.
+    pub workers: u32,
     /// Whether connections are encrypted.
     pub tls: Tls,
     /// The most connections at once, at least 1. A further one is closed right after it is
@@ -48,6 +50,7 @@ impl Default for Options {
             threads: 1,
             kind: QueueKind::Auto,
             config: Config::default(),
+            workers: WorkerPool::DEFAULT_LIMIT,
             tls: Tls::Off,
             max_connections: 1024,
             idle: Self::IDLE,

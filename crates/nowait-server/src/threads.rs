@@ -212,7 +212,7 @@ impl Shared {
             limit: Arc::new(ConnectionLimit::new(options.max_connections)),
             declared: DeclaredUse::default(),
             budget: Budget::new(options.config.buffer_bytes),
-            workers: WorkerPool::default(),
+            workers: WorkerPool::new(options.workers),
             options,
             running: AtomicUsize::new(0),
             stopping: AtomicBool::new(false),

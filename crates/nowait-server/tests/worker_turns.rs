@@ -3,7 +3,6 @@
 use std::path::Path;
 use std::thread;
 
-use nowait::Config;
 use nowait_server::{AnyExport, Export, Exports, Listener, Options, QueueKind, Server};
 use nowait_testkit::nbd::{Client, Command, Mode};
 use nowait_testkit::worker_only_image::WorkerOnlyImage;
@@ -60,8 +59,8 @@ fn exports_have_equal_turns_on_the_workers_and_others_by_weights_that_are_change
         AnyExport::new(Export::new(disk, name.to_owned(), String::new()))
     };
     let socket = directory.path().join("socket");
-    let config = Config { workers: 1, ..Config::default() };
-    let options = Options { threads: 2, kind: QueueKind::Threads, config, ..Options::default() };
+    let kind = QueueKind::Threads;
+    let options = Options { threads: 2, kind, workers: 1, ..Options::default() };
     let listeners = vec![Listener::unix(&socket).unwrap()];
     let server = Server::start(vec![export("first"), export("second")], listeners, options);
     let server = server.unwrap();
