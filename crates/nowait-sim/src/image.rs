@@ -12,6 +12,7 @@ use nowait::{
     WorkerPool,
 };
 use nowait_image::check::Report;
+use nowait_image::create::Features;
 use nowait_image::qcow2_disk::{OpenImage, Opened, ServeOptions, new_simulated, open_simulated};
 use nowait_image::{BackingName, Chain, ChainOptions, Format, ImageFile, check, repair, resize};
 
@@ -25,6 +26,9 @@ const SPARE_BYTES: u64 = 256 << 10;
 
 /// The step in bytes by which the file of a qcow2 image grows.
 const GROW_BYTES: u64 = 16 << 10;
+
+/// The binary logarithm of the smallest cluster with subclusters: they have 512 bytes then.
+const SUBCLUSTER_BITS: u32 = 14;
 
 /// The purpose and the expected state of an image that is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,6 +99,13 @@ fn fill_parts(disk: &mut [u8], random: &mut Random) {
     }
 }
 
+/// Whether the images of a scenario have extended L2 entries: a quarter of those whose storage has room, and
+/// blocks that are no larger than a subcluster.
+fn has_subclusters(scenario: &Scenario) -> bool {
+    let fits = scenario.device.capacity == u64::MAX && scenario.device.align.offset <= 512;
+    fits && Random::part(scenario.seed, u64::MAX - 31).below(4) == 0
+}
+
 /// Puts a new image of a disk of `size` bytes on `device`, backed by a raw image that holds `disk`, or
 /// by the existing images.
 ///
@@ -116,7 +127,9 @@ pub fn stack(
         format: Some(format.name().to_owned()),
     });
     let bits = scenario.qcow2.unwrap_or_default() + random.below(3) as u32;
-    let image = new_simulated(size, bits, backing).map_err(wrong)?;
+    let features = Features { extended_l2: has_subclusters(scenario), ..Features::default() };
+    let bits = if features.extended_l2 { bits.max(SUBCLUSTER_BITS) } else { bits };
+    let image = new_simulated(size, bits, features, backing).map_err(wrong)?;
     match disk {
         None => device.put_on_top(&image),
         Some([]) => device.put_on(None, &image),

@@ -226,7 +226,7 @@ pub(crate) fn agree_on_direct(chain: &Chain, options: ServeOptions) -> Result<Di
         (true, direct) => Ok(direct),
         (false, Direct::On) => {
             let what = format!(
-                "direct I/O needs clusters of at least {block} bytes, and it has such of {smallest} \
+                "direct I/O needs clusters, and subclusters, of at least {block} bytes, not {smallest} \
                  (try --direct auto)"
             );
             Err(ImageError::refused(chain.top().file.path(), what))

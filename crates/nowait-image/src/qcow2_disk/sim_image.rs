@@ -39,14 +39,15 @@ impl OpenImage {
     }
 }
 
-/// The bytes of a new image of a disk of `size` bytes, with clusters of `1 << cluster_bits` bytes,
-/// on top of `backing` if there is one.
+/// The bytes of a new image of a disk of `size` bytes, with clusters of `1 << cluster_bits` bytes and these
+/// `features`, on top of `backing` if there is one.
 ///
 /// # Errors
 /// A refusal of these parameters; the errno of a failed system call.
 pub fn new_simulated(
     size: u64,
     cluster_bits: u32,
+    features: Features,
     backing: Option<BackingName>,
 ) -> Result<Vec<u8>, ImageError> {
     let name = std::path::PathBuf::from("image");
@@ -59,7 +60,7 @@ pub fn new_simulated(
         has_backing: backing.is_some(),
         cluster_bytes: Some(1 << cluster_bits),
         preallocation: Preallocation::Off,
-        features: Features::default(),
+        features,
     };
     empty_image::write(&file, size, backing, terms).map_err(refused)?.map_err(failed)?;
     let mut bytes = vec![0; file.size().map_err(failed)? as usize];
