@@ -116,7 +116,7 @@ pub fn run_images(options: &ImagesOptions, out: &mut dyn Write) -> Result<Report
         let workload = case.workload;
         let message = |subject: &Subject| format!("{workload}: {}", name(subject));
         let measure = |(program, image): &Subject| {
-            // The image is created anew or reset to the common initial state.
+            // The image is created again or reset to the common initial state.
             let target = test_images.image(*image)?;
             target.prepare(TERMS.caching)?;
             runner.take(program, &target, &workload, (TERMS, 1))

@@ -49,7 +49,7 @@ td, th { padding: .2rem .7rem .2rem 0; text-align: right; border-bottom: 1px sol
   white-space: nowrap; } td.word, th.word { text-align: left; }
 ";
 
-/// Creates the file before the measurement, so that an invalid path is reported at once.
+/// Creates the file before the measurement, so that an invalid path is reported immediately.
 pub(crate) fn create(path: &Path, overwrite: bool) -> Result<File, Error> {
     let mut options = OpenOptions::new();
     options.write(true);

@@ -115,7 +115,7 @@ impl TestImages {
     }
 
     /// One of the images; no page of it or of its backing files is in the page cache. The overlay
-    /// is created anew.
+    /// is created again.
     pub(crate) fn image(&self, kind: ImageKind) -> io::Result<Target> {
         let (name, format, spare) = match kind {
             ImageKind::Raw => ("raw", Format::Raw, 0),

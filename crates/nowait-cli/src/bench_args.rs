@@ -83,7 +83,7 @@ pub struct BenchArgs {
     #[arg(value_parser = clap::value_parser!(u32).range(1..=100))]
     pub rounds: u32,
 
-    /// peers: connections at once, each with a row's depth; 1 without it. With vhost-user: queues; a table of one and a
+    /// peers: connections simultaneously, each with a row's depth; 1 without it. With vhost-user: queues; a table of one and a
     /// table of two without it
     #[arg(long, value_name = "N")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=64))]
@@ -134,7 +134,7 @@ impl BenchArgs {
         Duration::from_secs_f64(self.seconds.unwrap_or(1.0))
     }
 
-    /// Connections to each of the peers at once, or queues.
+    /// Connections to each of the peers simultaneously, or queues.
     pub fn connections(&self) -> Option<usize> {
         self.connections.map(usize::from)
     }
@@ -239,7 +239,7 @@ pub enum BenchWhat {
     Simple,
     /// Writes finished where they are reaped, and after a detour
     Completion,
-    /// Segments all at once, and one after the other; small segments merged or not
+    /// Segments all together, and one after the other; small segments merged or not
     Vectored,
     /// Request slots from the engine's slab, and from the allocator
     Pool,

@@ -250,7 +250,7 @@ pub struct LimitsInfo {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BucketLimit {
-    /// The most tokens, which are requests or bytes: so much can be done at once after a pause.
+    /// The most tokens, which are requests or bytes: so much can be done together after a pause.
     pub size: u64,
     /// Tokens beside these that are there once.
     #[serde(default)]

@@ -12,7 +12,7 @@ use crate::api::{
 };
 use crate::bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
 
-/// A server that can be asked and changed. Methods may be called by several threads at once.
+/// A server that can be asked and changed. Methods may be called by several threads simultaneously.
 pub trait ControlledServer: Send + Sync + 'static {
     /// The server itself.
     fn info(&self) -> ServerInfo;

@@ -20,7 +20,7 @@ pub(crate) struct BufferPool {
 }
 
 impl BufferPool {
-    /// A pool of at most `limit` bytes in use at once.
+    /// A pool of at most `limit` bytes in use.
     pub(crate) fn new(limit: usize) -> Self {
         Self { free: Vec::new(), free_bytes: 0, used_bytes: 0, limit }
     }

@@ -429,7 +429,7 @@ mod tests {
 
     #[test]
     fn c45_memory_that_a_failed_queue_still_uses_is_not_freed() {
-        // Large enough that the allocator returns it to the system at once.
+        // Large enough that the allocator returns it to the system immediately.
         const BYTES: usize = 4 << 20;
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), vec![7; BYTES]).unwrap();

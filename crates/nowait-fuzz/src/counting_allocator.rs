@@ -63,7 +63,7 @@ pub(crate) fn reset_peak() -> usize {
     held
 }
 
-/// The most bytes held at once since [`reset_peak`].
+/// The most bytes held simultaneously since [`reset_peak`].
 pub(crate) fn peak() -> usize {
     PEAK.load(Ordering::Relaxed)
 }

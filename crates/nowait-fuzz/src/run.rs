@@ -111,7 +111,7 @@ impl Bench {
     }
 
     /// The smallest failing input found within the time limit. If a panic may have left the target
-    /// inconsistent, it is prepared anew for each attempt.
+    /// inconsistent, it is prepared again for each attempt.
     fn shrink(&mut self, mut input: Vec<u8>, mut wrong: String) -> (Vec<u8>, String) {
         let began = Instant::now();
         let mut piece = input.len().next_power_of_two();

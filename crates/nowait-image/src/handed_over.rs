@@ -1,5 +1,5 @@
 //! The files of an image that is open elsewhere, with their locks and claims: in another process that
-//! hands over, or in this one, which opens the image anew.
+//! hands over, or in this one, which reopens the image.
 //!
 //! Invariant: an image that is opened with them is the one that is open, or has it as its backing
 //! image; at no moment is it without a lock.

@@ -31,7 +31,7 @@ pub const NO_MEDIUM: &str =
 /// The refusal of a directory, a pipe, a socket or a character device.
 const NO_DISK: &str = "neither a regular file nor a block device";
 
-/// Most zeros in bytes that are written at once where no hole can be made.
+/// Most zeros in bytes that are written together where no hole can be made.
 const ZEROING_BYTES: u64 = 1 << 20;
 
 /// Identity of a file, independent of its name (stat(2), `st_dev` and `st_ino`).

@@ -21,7 +21,7 @@ pub enum ImageBug {
     ForgetToGrow,
     /// A failed write of metadata in the background is forgotten (C51).
     ForgetFailure,
-    /// A flush during a writeback succeeds at once, before its data is durable (C49).
+    /// A flush during a writeback succeeds immediately, before its data is durable (C49).
     FlushBesideAnother,
     /// A cluster with a refcount of 0 is allocated although it is in use.
     ForgetOverlapCheck,

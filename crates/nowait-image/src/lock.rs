@@ -1,7 +1,7 @@
 //! Locks on images: neither QEMU nor a second server opens an image that is in use.
 //!
 //! Invariant: of two open file descriptions that both got `Ok`, neither has an access that the
-//! other refuses; of two that lock at once both may be refused, never both admitted.
+//! other refuses; of two that lock simultaneously both may be refused, never both admitted.
 //!
 //! The protocol is that of QEMU's file-posix driver, so that both sides see each other: every
 //! permission has a number; a lock on byte 100 + number states that the permission is in use, one
@@ -166,7 +166,7 @@ fn state(fd: BorrowedFd<'_>, access: Access) -> Result<(), LockError> {
 }
 
 /// Queries whether another description made a statement that excludes `access`. Only sound after
-/// [`state`]: of two descriptions that lock at once, at least the later one sees the other.
+/// [`state`]: of two descriptions that lock simultaneously, at least the later one sees the other.
 fn find_conflict(fd: BorrowedFd<'_>, access: Access) -> Result<(), LockError> {
     let more: &[_] = if access == Access::Write { &WRITER_EXCLUDES } else { &[] };
     for &(byte, what) in ALL_EXCLUDE.iter().chain(more) {

@@ -99,7 +99,7 @@ impl Faults {
             operation = name(Op::Flush),
             errno,
             "{export}: a flush has failed: {why}; writes that were answered since the last \
-             one may be lost, and every flush fails until the server is started anew: mend \
+             one may be lost, and every flush fails until the server is started again: mend \
              the storage, have clients check what they wrote, and restart"
         );
         if let Some(callback) = &self.on_failed_flush {

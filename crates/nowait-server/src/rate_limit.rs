@@ -15,7 +15,7 @@ use crate::locking::lock;
 /// takes one token, or as many as it has bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TokenBucket {
-    /// The most tokens that it holds, at least 1: so much can be done at once after a pause.
+    /// The most tokens that it holds, at least 1: so much can be done together after a pause.
     pub size: u64,
     /// Tokens beside these that are there once, in the beginning.
     pub one_time_burst: u64,
@@ -24,7 +24,7 @@ pub struct TokenBucket {
 }
 
 impl TokenBucket {
-    /// A bucket for `rate` tokens a second that lets through a tenth of a second's tokens at once, or as few more as the
+    /// A bucket for `rate` tokens a second that lets through a tenth of a second's tokens together, or as few more as the
     /// exact rate takes.
     #[must_use]
     pub fn per_second(rate: u64) -> Self {

@@ -22,7 +22,7 @@ pub struct Options {
     pub workers: u32,
     /// Whether connections are encrypted.
     pub tls: Tls,
-    /// The most connections at once, at least 1. A further one is closed right after it is
+    /// The most connections, at least 1. A further one is closed right after it is
     /// accepted.
     pub max_connections: u32,
     /// Time after which a thread makes the writes of an export durable that has no connection any more,

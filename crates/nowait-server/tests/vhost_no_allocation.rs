@@ -18,7 +18,7 @@ use nowait_testkit::allocations::{Counting, allocations};
 use driver::{DATA, Driver, OK, READ, WRITE};
 use scene::Scene;
 
-/// Requests of the queue that are in flight at once: reads in two parts, and writes.
+/// Requests of the queue that are in flight simultaneously: reads in two parts, and writes.
 const HEADS: [u16; 8] = [0, 4, 8, 12, 16, 20, 24, 28];
 /// Rounds before the count begins, and counted ones.
 const WARM_UP: u16 = 300;

@@ -1,7 +1,7 @@
 //! Damage to the refcounts of a qcow2 image, and to the entries of its tables that name clusters.
 //!
 //! Invariant: the image is not open meanwhile. The disk's bytes change only as [`Damage::copies`]
-//! says. The tables are parsed here anew: this is the judge of the code that parses them elsewhere.
+//! says. The tables are parsed here again: this is the judge of the code that parses them elsewhere.
 
 use std::io;
 use std::ops::Range;

@@ -107,7 +107,7 @@ pub enum Action {
     Damage,
     /// The export of a server is changed.
     Change(SimChange),
-    /// The server pauses; others go on with its clients, on the image that is opened anew.
+    /// The server pauses; others go on with its clients, on the image that is opened again.
     Pause,
     /// The same, with no request in flight, and the disk has another size then.
     Resize,
@@ -142,7 +142,7 @@ pub enum DisconnectKind {
     /// It shuts down its sending side, possibly within a request, and waits for the answers to its
     /// requests.
     HalfClose,
-    /// It closes the connection at once.
+    /// It closes the connection immediately.
     Abrupt,
 }
 

@@ -1,6 +1,6 @@
 //! How stores have their requests signed, and what they answer to others.
 //!
-//! Invariant: it shares no code with the client: a signature is computed anew, or checked with the
+//! Invariant: it shares no code with the client: a signature is computed again, or checked with the
 //! public key.
 
 use std::fmt::Write as _;

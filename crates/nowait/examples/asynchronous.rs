@@ -1,7 +1,7 @@
 //! Compares two images with tasks on a runtime: the async API, `nowait::AsyncFile`.
 //!
 //! `asynchronous ONE OTHER`: each task takes the next part that no task has taken, and reads it
-//! from both images at once. Exits with 1 if the images differ, as cmp(1) does.
+//! from both images simultaneously. Exits with 1 if the images differ, as cmp(1) does.
 
 use std::path::Path;
 use std::process::ExitCode;

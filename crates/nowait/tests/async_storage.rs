@@ -155,7 +155,7 @@ fn ended<Q: IoQueue, M: BlockMap>(engine: &mut SingleDisk<Q, M>) -> Result<u64, 
     }
 }
 
-/// Reads in flight at once, each checked, on a device whose even stripes are in `remote` and whose odd
+/// Reads in flight simultaneously, each checked, on a device whose even stripes are in `remote` and whose odd
 /// ones are in a file.
 fn read_both(kind: QueueKind) {
     let mut random = Random::from_seed(seed());

@@ -61,7 +61,7 @@ fn image() -> (tempfile::TempDir, PathBuf) {
 }
 
 /// Fails if a request allocates. How long the lists of the workers become, and how many merged
-/// transfers are in flight at once, depends on the order in which threads and devices work, so one
+/// transfers are in flight simultaneously, depends on the order in which threads and devices work, so one
 /// may still be added after the warm-up.
 fn check(counted: u64, varies: bool, label: &str) {
     let most = if varies { REQUESTS / 100 } else { 0 };

@@ -418,7 +418,7 @@ fn c49_flushes_submitted_while_one_runs_share_the_next_sync_and_hold_no_worker()
     assert_eq!(rig.device.operations() - before, 2);
 }
 
-/// Submits five durable writes of one block each at once, to mapped blocks of a device, and returns
+/// Submits five durable writes of one block each together, to mapped blocks of a device, and returns
 /// how many of them wait for a sync of their own when their data is there.
 fn durable_writes_at_once(rig: &mut Rig) -> usize {
     rig.write(ByteRange::new(0, 5 * BLOCK), 0);

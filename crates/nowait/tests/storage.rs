@@ -17,7 +17,7 @@ const BLOCK: u64 = 4096;
 /// The storage ends inside a block.
 const SIZE: usize = 10 * BLOCK as usize + 100;
 
-/// Bytes in memory, which move at most [`MemoryStorage::most`] at once.
+/// Bytes in memory, which move at most [`MemoryStorage::most`] together.
 struct MemoryStorage {
     bytes: Mutex<Vec<u8>>,
     /// Bytes of the longest transfer, a multiple of the block.

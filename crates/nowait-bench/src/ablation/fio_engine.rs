@@ -10,7 +10,7 @@ use crate::ablation::gain_table::Sample;
 use crate::fio;
 use crate::workload::{Direction, Workload};
 
-/// The most requests that are submitted and reaped at once, as an efficient caller would do.
+/// The most requests that are submitted and reaped together, as an efficient caller would do.
 const BATCH_MAX: usize = 16;
 const NS_PER_SECOND: f64 = 1e9;
 

@@ -17,7 +17,7 @@ use nowait_daemon::size;
 
 /// Create a new, empty disk image
 ///
-/// IMAGE has its full size at once, reads as zeros (or as its backing file), and takes space only
+/// IMAGE has its full size immediately, reads as zeros (or as its backing file), and takes space only
 /// as it is written. It appears under its name when it is complete; a file that exists is never
 /// overwritten.
 #[derive(Debug, Args)]

@@ -39,7 +39,7 @@ const CONNECTIONS: u16 = 4;
 ///
 /// A file is written as TO.partial, which only its owner can read, and gets its name when it is
 /// complete and on storage. A copy that fails, or is interrupted, removes it. One that is killed
-/// leaves TO.partial, and the next copy to TO begins it anew. A block device or an export that was
+/// leaves TO.partial, and the next copy to TO begins it again. A block device or an export that was
 /// copied to in part stays so.
 ///
 /// An object is uploaded in parts, with zeros for holes, and is there when all of it is: a copy that

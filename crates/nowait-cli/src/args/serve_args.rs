@@ -41,9 +41,9 @@ use nowait_daemon::config::{
 /// one IMAGE with --read-only.
 ///
 /// On SIGINT (Ctrl-C), SIGTERM or SIGQUIT it takes no more requests, finishes those it has, flushes
-/// IMAGE and exits with status 0; one that comes more than a second later ends it at once, unflushed.
+/// IMAGE and exits with status 0; one that comes more than a second later ends it immediately, unflushed.
 /// SIGHUP does the same where the server has a terminal (not under nohup); without one, as under
-/// systemd or with --fork, it has files read again: the log file is opened anew, new connections get
+/// systemd or with --fork, it has files read again: the log file is reopened, new connections get
 /// the TLS files as they are now, and a raw file or a block device that has grown is served with its
 /// new size.
 #[derive(Debug, Args)]
@@ -186,9 +186,9 @@ pub(crate) struct ServeArgs {
     #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_THREADS)))]
     threads: Option<u16>,
 
-    /// The most connections at once, 1 to 1048576; one more is closed as soon as it comes [default: 1024]
+    /// The most connections, 1 to 1048576; one more is closed as soon as it comes [default: 1024]
     ///
-    /// A client that is turned away learns so at once, where one left waiting would look like a
+    /// A client that is turned away learns so immediately, where one left waiting would look like a
     /// server that hangs; a warning on standard error says it too. A client that has not chosen
     /// an export 10 s after it connected is disconnected, and leaves its place to others.
     #[arg(

@@ -224,7 +224,7 @@ fn a_limit_holds_up_requests_until_it_is_lifted() {
         client.write(number * 4096, &[1; 4096]).expect("a write");
         client.read(MIB, 4096).expect("a hole");
     }
-    // Ten at once, and then one in each tenth of a second.
+    // Ten together, and then one in each tenth of a second.
     let passed = begin.elapsed();
     assert!(passed >= Duration::from_millis(1200), "{passed:?}");
     let zero = json!({"limits": {"ops": {"size": 0, "refill_time": 1}}});

@@ -1,4 +1,4 @@
-//! Random commands on three connections at once, compared with an array of bytes.
+//! Random commands on three connections simultaneously, compared with an array of bytes.
 //!
 //! Invariant: connections own regions that share no byte, but whose borders share blocks; within a
 //! region, requests in flight share no byte either. So every byte has one correct value at any
@@ -179,7 +179,7 @@ fn brief(command: &Command) -> String {
     }
 }
 
-/// Runs all connections at once; returns the expected content of the image.
+/// Runs all connections simultaneously; returns the expected content of the image.
 fn play_all(server: &Server, start: &[u8], seed: u64) -> Vec<u8> {
     let borders = [0, BORDERS[0], BORDERS[1], start.len() as u64];
     // All message formats; the contract is the same.

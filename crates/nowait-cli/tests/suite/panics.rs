@@ -1,4 +1,4 @@
-//! A panic of any thread, which debug builds can inject, ends the process at once.
+//! A panic of any thread, which debug builds can inject, ends the process immediately.
 //!
 //! Invariant: the server's message names the location of the panic.
 

@@ -124,7 +124,7 @@ fn a_write_longer_than_any_payload_may_be_touches_nothing() {
     for len in [33 << 20, u32::MAX] {
         let mut broken = fixture.server.connect();
         broken.stream().write_all(&RawRequest::write(0, len).bytes()).expect("a socket");
-        // The server may answer, or close the connection at once: then these two calls fail.
+        // The server may answer, or close the connection immediately: then these two calls fail.
         let _ = broken.stream().write(&[0x77; 4096]);
         let _ = broken.stream().shutdown(Shutdown::Write);
         assert!(is_closed(broken.stream()), "the connection stays open");

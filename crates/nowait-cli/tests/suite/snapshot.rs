@@ -1,4 +1,4 @@
-//! Images that are opened anew while clients use them: snapshots, and sizes that a running image cannot
+//! Images that are opened again while clients use them: snapshots, and sizes that a running image cannot
 //! have.
 //!
 //! Invariant: a client sees a pause and nothing else; a request that is refused leaves the export as it

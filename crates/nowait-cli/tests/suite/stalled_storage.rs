@@ -201,7 +201,7 @@ fn ends_on_sigterm(extra: &[&str]) {
     let (mut server, _client, _stood_still) = storage.server_with_unanswered_write(extra);
     server.terminate();
     for line in [
-        "nowait: stopping, 1 request left (a second signal ends it at once)",
+        "nowait: stopping, 1 request left (a second signal ends it immediately)",
         "1 requests did not end within 10 s",
         "nowait: stopping, flushing",
         "not flushed: its storage did not answer",
@@ -247,7 +247,7 @@ fn a_failed_flush_is_reported_once_in_the_log_and_to_the_service_manager() {
     assert!(receive_message().starts_with("STATUS=a flush has failed"));
     let log = server.log();
     assert_eq!(
-        log.matches("every flush fails until the server is started anew").count(),
+        log.matches("every flush fails until the server is started again").count(),
         1,
         "{log}"
     );

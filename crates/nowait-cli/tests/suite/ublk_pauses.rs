@@ -1,4 +1,4 @@
-//! A node whose server is exchanged or opens its image anew, while programs use it.
+//! A node whose server is exchanged or opens its image again, while programs use it.
 //!
 //! Invariant: the users of the node see a pause and nothing else.
 

@@ -18,7 +18,7 @@ use crate::api::{ConnectionInfo, ExportInfo, RemovedExport, Statistics};
 use crate::controlled_server::ControlledServer;
 use crate::http::blocking_calls::blocking;
 
-/// The most subscribers at once.
+/// The most subscribers simultaneously.
 pub(crate) const MAX_SUBSCRIBERS: usize = 16;
 /// The time between two messages.
 const PERIOD: Duration = Duration::from_secs(1);

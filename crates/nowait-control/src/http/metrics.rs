@@ -67,7 +67,7 @@ impl Collector for Snapshot {
         let Self { server, exports } = self;
         gauge(&mut encoder, "nowait_connections", "Connections of clients", server.connections)?;
         let most = server.max_connections;
-        gauge(&mut encoder, "nowait_connections_limit", "The most connections at once", most)?;
+        gauge(&mut encoder, "nowait_connections_limit", "The most connections", most)?;
         let registered = encoder.encode_descriptor(
             "nowait_registered",
             "Memory registered with the kernel",

@@ -1,4 +1,4 @@
-//! Changes of an export for which its image is opened anew: an overlay above it, or another size.
+//! Changes of an export for which its image is reopened: an overlay above it, or another size.
 //!
 //! Invariant: at no moment is a file of the image without its lock. An export that is served again has
 //! all that was acknowledged before.
@@ -23,7 +23,7 @@ use crate::disks::served_disks::{ServedDisk, ServedDisks};
 /// How long requests in flight may take to end.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The export whose image is opened anew.
+/// The export whose image is reopened.
 pub(crate) struct ImageExchange<'a> {
     pub(crate) exports: &'a Exports,
     pub(crate) disks: &'a ServedDisks,

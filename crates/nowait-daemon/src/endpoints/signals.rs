@@ -2,7 +2,7 @@
 //! ignored.
 //!
 //! Invariant: the first signal that ends a server lets it finish and flush; a second one ends the
-//! process at once, and the remaining work is reported, but only after a message has announced it:
+//! process immediately, and the remaining work is reported, but only after a message has announced it:
 //! timeout(1) and others send a signal twice in a row. No other signal with a handler here ends the
 //! process. A hangup ends only a process that was started with a terminal to lose: without one it asks for the
 //! reading of what has changed outside, as daemons do (daemon(7)).
@@ -43,7 +43,7 @@ pub(crate) fn that_end() -> Vec<i32> {
     signals.into_iter().filter(is_handled).collect()
 }
 
-/// A flag that the first of these signals sets. A later one ends the process at once with
+/// A flag that the first of these signals sets. A later one ends the process immediately with
 /// `ENDED_AT_ONCE`, unless it comes within `REPORT_AFTER`: then it is the same signal sent
 /// twice.
 ///
@@ -109,10 +109,10 @@ impl Leftover for PidFile {
 
 struct State {
     is_asked: bool,
-    /// The announcement that a second signal ends the process at once was printed.
+    /// The announcement that a second signal ends the process immediately was printed.
     is_reported: bool,
     phase: Phase,
-    /// Removed where the process ends at once.
+    /// Removed where the process ends immediately.
     leftovers: Vec<Weak<dyn Leftover>>,
 }
 
@@ -144,13 +144,13 @@ impl Ending {
         Ok(Self(state))
     }
 
-    /// Registers `leftover` to be removed also where a second signal ends the process at once.
+    /// Registers `leftover` to be removed also where a second signal ends the process immediately.
     pub(crate) fn removes<T: Leftover + 'static>(&self, leftover: &Arc<T>) {
         let leftover: Weak<T> = Arc::downgrade(leftover);
         lock(&self.0).leftovers.push(leftover);
     }
 
-    /// The server runs; a signal stops it through `stopper`, at once if a signal has already
+    /// The server runs; a signal stops it through `stopper`, immediately if a signal has already
     /// arrived. A hangup starts `reload`.
     pub(crate) fn serving(&self, stopper: ShutdownHandle, reload: Reload) {
         let mut state = lock(&self.0);
@@ -209,7 +209,7 @@ fn report(state: &Mutex<State>) {
             Phase::Flushing => "stopping, flushing".to_owned(),
         };
         if line != last {
-            log::write_line(Level::WARN, format!("{line} (a second signal ends it at once)"));
+            log::write_line(Level::WARN, format!("{line} (a second signal ends it immediately)"));
             last = line;
             lock(state).is_reported = true;
         }

@@ -29,7 +29,7 @@ use crate::wire::{Answers, Request, renumbered};
 const IMAGE_BYTES: u64 = 96 << 10;
 /// The time limit for the requests in flight when a target ends.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
-/// The most bytes that are read at once.
+/// The most bytes that are read together.
 const READ_BYTES: usize = 64 << 10;
 
 pub(crate) const TARGET: Target = Target {

@@ -20,7 +20,7 @@ use crate::qcow2_disk::metadata::Metadata;
 use crate::qcow2_disk::metadata_cache::MetadataError;
 use crate::qcow2_disk::refcount_allocator::ClusterRun;
 
-/// Most bytes that are allocated at once; at least a cluster.
+/// Most bytes that are allocated together; at least a cluster.
 const RUN_BYTES: u64 = 1 << 20;
 
 /// The target of a run of units of the disk.

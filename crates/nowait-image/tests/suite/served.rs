@@ -1,5 +1,5 @@
 //! Served images: random requests through the engine, compared with an array of bytes, and many
-//! writers at once.
+//! simultaneous writers.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;

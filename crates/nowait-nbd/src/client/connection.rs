@@ -180,7 +180,7 @@ fn receive_plain(
     })
 }
 
-/// Whether a server listens at `address`: connects, and disconnects at once.
+/// Whether a server listens at `address`: connects, and disconnects immediately.
 ///
 /// # Errors
 /// Those of connect(2).

@@ -18,7 +18,7 @@ use crate::client::socket::{Received, Socket};
 
 /// Plaintext that is encrypted before its ciphertext is sent, in bytes.
 const PLAINTEXT_BYTES: usize = 256 << 10;
-/// What is received at once, in bytes: as many records as have arrived.
+/// What is received together, in bytes: as many records as have arrived.
 const RECEIVED_BYTES: usize = 256 << 10;
 /// A record with its header; no server may send a longer one (RFC 8446, section 5.2).
 const MAX_RECORD_BYTES: usize = 5 + (16 << 10) + 256;

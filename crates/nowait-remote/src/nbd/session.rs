@@ -385,7 +385,7 @@ impl Session {
         if injected(RemoteBug::AnswerUnanswered) {
             asked.drain(..).for_each(|asked| asked.job.end(Ok(()), asked.extents));
         }
-        // What is answered on the next connection is received anew; a flush for the log comes anew.
+        // What is answered on the next connection is received again; a flush for the log comes again.
         let (replays, others): (Vec<_>, Vec<_>) = asked
             .into_iter()
             .map(|asked| Job { was_asked: true, ..asked.job })

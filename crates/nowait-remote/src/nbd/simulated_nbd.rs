@@ -14,7 +14,7 @@ use crate::nbd::job::{Call, Command, Job};
 use crate::nbd::limits::Limits;
 use crate::nbd::session::{Next, Session};
 
-/// Requests of which bytes are sent at once.
+/// Requests of which bytes are sent together.
 const BATCH: usize = 16;
 
 /// The limits of a simulated storage, much smaller than the real ones.

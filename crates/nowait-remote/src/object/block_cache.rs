@@ -3,7 +3,7 @@
 //!
 //! Invariant: a block is returned only if its checksum is right, which covers the object's name and
 //! version, the number and the bytes of the block. So a write may be torn by a crash, made by several
-//! servers at once, or lost.
+//! servers simultaneously, or lost.
 
 use std::collections::HashMap;
 use std::fs::File;

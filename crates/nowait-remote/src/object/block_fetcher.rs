@@ -30,10 +30,10 @@ use crate::policy::{BLOCK_BYTES, PrefetchCursor, ReadAhead};
 
 /// The most blocks of one request: 4 MiB.
 const RUN_BLOCKS: u64 = 64;
-/// The most requests with the store at once, and of these for what no read waits for.
+/// The most requests with the store simultaneously, and of these for what no read waits for.
 const MAX_REQUESTS: usize = 16;
 const MAX_AHEAD: usize = 4;
-/// The most reads and writes of the cache at once, and the blocks of one read.
+/// The most reads and writes of the cache simultaneously, and the blocks of one read.
 const MAX_LOOKS: usize = 4;
 const MAX_STORES: usize = 4;
 const LOOK_BLOCKS: u64 = 16;

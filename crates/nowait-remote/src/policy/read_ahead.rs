@@ -11,7 +11,7 @@ use super::BLOCK_BYTES;
 
 /// The sequences of reads that are remembered; the oldest one goes first.
 const MAX_STREAMS: usize = 8;
-/// Bytes that a read may be ahead of the one before it: several are under way at once.
+/// Bytes that a read may be ahead of the one before it: several are under way simultaneously.
 const MAX_GAP: u64 = 128 << 10;
 /// Bytes ahead for each byte that was read, at first and of a sequence that has read so many bytes.
 const GROWTH: u64 = 2;

@@ -26,7 +26,7 @@ pub(crate) struct Behaviour {
     pub(crate) flush_error: u32,
     /// The bytes of the next answer, whatever was asked.
     pub(crate) lie: Option<Vec<u8>>,
-    /// Connections are closed at once.
+    /// Connections are closed immediately.
     pub(crate) absent: bool,
     /// The handshake comes byte by byte, and never ends.
     pub(crate) drips: bool,

@@ -1,7 +1,7 @@
 //! What an operator changes of an export while it is served, for simulations.
 //!
 //! Invariant: a change takes effect in the same iteration in every run: a limit here lets some requests
-//! through at once and the next ones a day later, so that no clock decides.
+//! through immediately and the next ones a day later, so that no clock decides.
 
 use nowait::IoQueue;
 

@@ -99,7 +99,7 @@ impl Connection {
         }
         self.received(got, room);
         let input = &scratch[..unparsed_len + got - direct];
-        // Halves help only if the first one is answered at once.
+        // Halves help only if the first one is answered immediately.
         let half = match context.completes_inline {
             true => self.session.half_batch_len(input),
             false => usize::MAX,

@@ -1,6 +1,6 @@
 //! Accepts connections.
 //!
-//! Invariant: an accepted connection has a permit or is closed at once; it never waits for a
+//! Invariant: an accepted connection has a permit or is closed immediately; it never waits for a
 //! permit. One iteration of the event loop accepts a bounded number, however many clients connect.
 //! When the process has no descriptor left, the acceptor backs off.
 

@@ -129,7 +129,7 @@ impl ConnectionLimit {
 
 impl ConnectionLimit {
     /// Calls `act` each time the last connection is closed, provided a client has ever chosen an
-    /// export; at once, if that has happened already. Only the first callback is kept.
+    /// export; immediately, if that has happened already. Only the first callback is kept.
     pub(crate) fn on_empty(&self, act: impl Fn() + Send + Sync + 'static) {
         let _ = self.on_empty.set(Box::new(act));
         if self.taken.load(Ordering::Acquire) == 0 {

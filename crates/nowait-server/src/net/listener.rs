@@ -207,7 +207,7 @@ impl Listener {
 
     /// Closes the connections that wait at `listeners` and those that come within `time`, when
     /// nothing can be served. Left waiting, a client would see a server that hangs, and a service
-    /// manager would start the next server at once. Returns at once if there is no listener.
+    /// manager would start the next server immediately. Returns immediately if there is no listener.
     pub fn reject<'a>(listeners: impl IntoIterator<Item = &'a Self>, time: Duration) {
         let listeners: Vec<&Self> = listeners.into_iter().collect();
         let begin = Instant::now();

@@ -22,7 +22,7 @@ use crate::ublk::ublk_error::UblkError;
 /// An address that is not 0 and never mapped.
 const NO_MEMORY: u64 = 1;
 
-/// Fetches, by a thread that ends at once, what the last server has not fetched of a device that waits
+/// Fetches, by a thread that ends immediately, what the last server has not fetched of a device that waits
 /// for a server.
 ///
 /// # Errors

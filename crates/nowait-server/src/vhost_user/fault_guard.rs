@@ -143,7 +143,7 @@ fn install_handler() -> Result<(), Error> {
     if unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), &mut previous) } != 0 {
         return Err(failed());
     }
-    // The handler may run at once, and reads the previous action.
+    // The handler may run immediately, and reads the previous action.
     let _ = PREVIOUS.set(previous);
     // SAFETY: as above.
     let mut action = unsafe { std::mem::zeroed::<libc::sigaction>() };

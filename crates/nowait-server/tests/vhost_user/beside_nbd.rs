@@ -1,4 +1,4 @@
-//! An export that a virtual machine and an NBD client use at once: one device, whose data and
+//! An export that a virtual machine and an NBD client use simultaneously: one device, whose data and
 //! flushes are the same for both.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +12,7 @@ use crate::driver::*;
 use crate::scene::{SIZE, Scene};
 
 const BLOCK: usize = 4096;
-/// Reads of the guest that are in flight at once, of 64 KiB each.
+/// Reads of the guest that are in flight simultaneously, of 64 KiB each.
 const HEADS: [u16; 8] = [0, 4, 8, 12, 16, 20, 24, 28];
 const LARGE: u32 = 64 << 10;
 

@@ -167,7 +167,7 @@ impl Driver {
         self.vmm.get_vring_base(0).unwrap()
     }
 
-    /// Resets the device as a driver does that begins anew, and starts the queue.
+    /// Resets the device as a driver does that begins again, and starts the queue.
     pub(crate) fn reset(&mut self) {
         self.stop();
         (self.available, self.seen) = (0, 0);

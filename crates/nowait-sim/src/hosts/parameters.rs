@@ -8,11 +8,11 @@ use nowait_remote::{BLOCK_BYTES, BackOff};
 pub const RUN_BLOCKS: u64 = (4 << 20) / BLOCK_BYTES;
 /// Blocks that a server without a cache has in memory.
 pub const MEMORY_BLOCKS: usize = 512;
-/// Requests for what no read waits for that are in flight at once, for each server.
+/// Requests for what no read waits for that are in flight simultaneously, for each server.
 pub const PREFETCH_REQUESTS: u32 = 4;
 /// The attempts after which a block that no read waits for is not fetched ahead any more.
 pub const PREFETCH_ATTEMPTS: u32 = 5;
-/// The requests of a full download that are in flight at once.
+/// The requests of a full download that are in flight simultaneously.
 pub const DOWNLOAD_REQUESTS: u32 = 8;
 /// An attempt without a byte for this time is given up.
 pub const IDLE_LIMIT: Duration = Duration::from_secs(20);

@@ -288,7 +288,7 @@ impl RemoteSimulation {
     }
 }
 
-/// How many bytes the network brings at once: a few, less than a header, or many.
+/// How many bytes the network brings together: a few, less than a header, or many.
 fn some_bytes(random: &mut Random) -> usize {
     let most = random.pick(&[8, 64, 5000, 1 << 20, 1 << 20, 1 << 20, 1 << 20]).unwrap_or(8);
     1 + random.below(most) as usize

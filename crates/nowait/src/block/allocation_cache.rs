@@ -262,7 +262,7 @@ impl AllocationCache {
     #[inline(never)]
     fn map_long_extent(&self, range: ByteRange, intent: Intent) -> Result<Extent, WouldBlock> {
         let (from, to) = self.covering_granules(range);
-        // Looked at once: another thread may change it at any time.
+        // Looked up once: another thread may change it at any time.
         let hole = reads_as_hole(self.state(from));
         let end = self.run_until(from + 1, to, hole);
         match intent {

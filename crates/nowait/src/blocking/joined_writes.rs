@@ -14,7 +14,7 @@ use crate::types::iovec::IoSegment;
 use crate::types::request::{Flags, Op, Request};
 
 /// The greatest number of bytes of merged requests. The first one is answered with the last one,
-/// so more would cost latency; and a device serves several transfers at once.
+/// so more would cost latency; and a device serves several transfers simultaneously.
 pub(crate) const MAX_BYTES: u32 = 256 << 10;
 /// The greatest number of bytes of a request that is merged: moving more costs so much that the
 /// transfer itself hardly counts.

@@ -24,7 +24,7 @@ pub const BUFFER_ALIGN: usize = 4096;
 /// The smallest buffer, in bytes; the buffers of each class are twice as large as those before.
 const MIN_CLASS_BYTES: usize = 4096;
 const CLASSES: usize = 9;
-/// Bytes of an arena, which is allocated and registered at once; also the largest pooled buffer.
+/// Bytes of an arena, which is allocated and registered together; also the largest pooled buffer.
 const ARENA_BYTES: usize = MIN_CLASS_BYTES << (CLASSES - 1);
 /// `PooledBuffer::class` of a buffer with an allocation of its own, because it is larger than an
 /// arena or no arena of its class could be added.

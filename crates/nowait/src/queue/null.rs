@@ -1,4 +1,4 @@
-//! A queue that completes at once and moves no bytes, for benchmarks of the engine alone.
+//! A queue that completes immediately and moves no bytes, for benchmarks of the engine alone.
 //!
 //! Invariant: every transfer ends with its full length.
 #![allow(unsafe_code)]
@@ -12,7 +12,7 @@ use crate::types::error::Error;
 use crate::types::token::Token;
 use crate::types::transfer::{Outcome, Transfer};
 
-/// A queue that moves no bytes; every transfer completes at once with its full length.
+/// A queue that moves no bytes; every transfer completes immediately with its full length.
 pub struct Null {
     ended: Vec<(Token, Outcome)>,
     watched: Epoll,

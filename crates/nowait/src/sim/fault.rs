@@ -27,7 +27,7 @@ pub struct Faults {
     pub flush_errors: u16,
     /// A transfer ends short.
     pub shorts: u16,
-    /// A transfer that must not wait fails with `EAGAIN`, at once or later.
+    /// A transfer that must not wait fails with `EAGAIN`, immediately or later.
     pub refusals: u16,
     /// Any operation fails with `EINTR`.
     pub interrupts: u16,

@@ -17,7 +17,7 @@ use crate::types::error::{Error, Operation};
 use crate::types::token::Token;
 use crate::types::transfer::Outcome;
 
-/// If a disconnect follows the last bytes at once, how many of 65536 events withhold the
+/// If a disconnect follows the last bytes immediately, how many of 65536 events withhold the
 /// disconnect, as a multishot poll of Linux 6.18 does.
 const WITHHELD: u16 = 1 << 14;
 

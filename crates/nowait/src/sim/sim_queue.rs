@@ -234,7 +234,7 @@ unsafe impl IoQueue for SimQueue {
         count + sockets + self.watched.take(sink)
     }
 
-    /// Advances the time until there is a completion; returns at once if none is possible.
+    /// Advances the time until there is a completion; returns immediately if none is possible.
     fn wait(&mut self, _: Option<Duration>) -> Result<(), Error> {
         self.submit()?;
         if !self.has_events()? && !self.commands.has_work() {

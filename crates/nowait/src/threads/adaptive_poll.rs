@@ -1,7 +1,7 @@
 //! Adaptive polling: busy-polls before sleeping, but only while events follow each other quickly.
 //!
 //! Invariant: polling starts only after several short gaps in a row, and each poll in vain doubles
-//! how many it takes; so an idle thread sleeps at once, and stays asleep.
+//! how many it takes; so an idle thread sleeps immediately, and stays asleep.
 
 use std::time::{Duration, Instant};
 

@@ -103,7 +103,7 @@ impl CompletionList {
         self.list.is_not_empty()
     }
 
-    /// Takes the whole list at once and passes each slot to `sink`; returns their number.
+    /// Takes the whole list together and passes each slot to `sink`; returns their number.
     pub(crate) fn take(&self, sink: impl FnMut(u32, i64)) -> usize {
         self.list.take(sink)
     }

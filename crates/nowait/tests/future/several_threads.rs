@@ -146,7 +146,7 @@ fn c45_thousands_of_dropped_futures_hold_no_more_memory_than_the_bound_and_leave
     wait_for_the_end(&disk);
     assert_eq!(alive(0), 0);
     // In flight, taken by the driver, and in the channel; each at most as many as there are slots.
-    assert!((1..=3 * SLOTS as usize).contains(&peak), "{peak} buffers at once");
+    assert!((1..=3 * SLOTS as usize).contains(&peak), "{peak} buffers simultaneously");
 }
 
 #[test]

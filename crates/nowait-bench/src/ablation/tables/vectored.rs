@@ -60,7 +60,7 @@ pub(crate) fn tables<'a>(fixture: &'a Fixture<'a>) -> Vec<Table<'a>> {
         note: note.to_owned(),
         rows,
     };
-    let mut tables = vec![table("segments one by one and all at once", NOTE, segments(fixture))];
+    let mut tables = vec![table("segments one by one and all together", NOTE, segments(fixture))];
     if fixture.writable {
         tables.push(table(
             "small segments",
@@ -95,7 +95,7 @@ fn segments<'a>(fixture: &'a Fixture<'a>) -> Vec<Row<'a>> {
                 on(storage, load, fixture, Config { vectored, ..every_request_tried() })
             };
             let title = format!("{}, {name}", storage.name());
-            Row { title, source, cells: switched(["one by one", "at once"], measure) }
+            Row { title, source, cells: switched(["one by one", "together"], measure) }
         })
     };
     let queues = fixture.latency.iter().map(|&latency| Storage::Latency(latency));

@@ -32,7 +32,7 @@ pub(super) struct Asked {
     /// The length of its range in bytes.
     pub(super) length: u64,
     pub(super) verdict: Verdict,
-    /// Its payload is incomplete: the request is refused at once, or not answered.
+    /// Its payload is incomplete: the request is refused immediately, or not answered.
     pub(super) is_cut: bool,
 }
 

@@ -15,7 +15,7 @@ use crate::formats::qcow2::read_ahead::near;
 use crate::formats::qcow2::subclusters::units;
 use crate::image_file::ImageFile;
 
-/// Bytes of tables that are read at once, aligned to that. A table that crosses the border of a
+/// Bytes of tables that are read together, aligned to that. A table that crosses the border of a
 /// block is cut between two entries.
 const BLOCK_BYTES: u64 = 4096;
 /// Most tables that a scan looks up ahead.

@@ -257,7 +257,7 @@ impl<'a> Editor<'a> {
     }
 
     /// Ends a batch: links the written clusters into the tables. A committed batch survives a kill
-    /// at once, and a power cut after the next sync.
+    /// immediately, and a power cut after the next sync.
     pub(crate) fn commit_batch(&mut self) -> io::Result<()> {
         self.allocator.write()?;
         for table in self.tables.values().filter(|table| !table.linked) {
@@ -399,7 +399,7 @@ impl<'a> Editor<'a> {
         if let Some(entry) = self.l1.get_mut(l1_index as usize) {
             *entry = 0;
         }
-        // The batch has written no cluster that this table maps, so its pointer may go at once.
+        // The batch has written no cluster that this table maps, so its pointer may go immediately.
         self.file.write_at(self.header.l1_pos + l1_index * 8, &[0; 8])?;
         self.deferred_free.push(table.pos >> self.header.cluster_bits);
         Ok(())

@@ -14,7 +14,7 @@ pub const CLUSTER_BYTES: std::ops::RangeInclusive<u64> = 512..=2 << 20;
 /// QEMU counts the size of a disk in sectors, rounded up: that of a qcow2 disk when it is made or
 /// resized, that of a raw one in the output of `qemu-img map`.
 pub(crate) const SECTOR_BYTES: u64 = 512;
-/// Most bytes that are written at once.
+/// Most bytes that are written together.
 const PIECE_BYTES: u64 = 1 << 20;
 
 /// The header's cluster bits for clusters of `bytes`, or of [`DEFAULT_CLUSTER_BYTES`].

@@ -1,4 +1,4 @@
-//! Many clients that connect at once, beside a client that is served.
+//! Many clients that connect simultaneously, beside a client that is served.
 //!
 //! Invariant: as for the module above.
 

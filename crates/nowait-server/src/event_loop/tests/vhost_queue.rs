@@ -202,7 +202,7 @@ fn a_driver_is_asked_for_a_kick_when_the_thread_goes_to_sleep_and_not_while_it_i
     for n in 2..10 {
         assert!(!machine.has_arrived());
         assert!(!machine.submit(1), "{n}");
-        // A thread that polls sees it at once; one that is busy in its next iteration.
+        // A thread that polls sees it immediately; one that is busy in its next iteration.
         assert!(machine.has_arrived());
         machine.iterate();
         machine.iterate();

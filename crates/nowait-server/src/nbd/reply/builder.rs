@@ -1,6 +1,6 @@
 //! Builds the replies to completed requests: data, holes, extents, or an error.
 //!
-//! Invariant: all chunks of a reply are pushed at once, and only the last one is marked as last.
+//! Invariant: all chunks of a reply are pushed together, and only the last one is marked as last.
 //! Together they cover exactly the requested range.
 
 use nowait::{ByteRange, Completion, ExtentStatus, Op, PooledBuffer, Request};

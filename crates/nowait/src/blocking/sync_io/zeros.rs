@@ -37,7 +37,7 @@ pub(crate) fn zero<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, io: Request) -> 
 
 fn zero_step<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, io: Request) -> Result<(), Error> {
     let Request { op, flags, range } = io;
-    // An image may reuse a deallocated cluster for another range at once. In a file, a write that
+    // An image may reuse a deallocated cluster for another range immediately. In a file, a write that
     // ends between the zeroing and its mark in the allocation cache would be hidden by the mark.
     let done = with_range_lock(disk, range, LockMode::Exclusive, || match disk.map.image() {
         Some(image) => zero_image(image, io),

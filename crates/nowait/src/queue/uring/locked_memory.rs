@@ -17,7 +17,7 @@ const SHARE: u64 = 8;
 const INITIAL_USER_NAMESPACE: u64 = 0xEFFF_FFFD;
 /// Bytes that the rings of this process have registered.
 static REGISTERED: BoundedCounter = BoundedCounter::new();
-/// The most bytes that were registered at once.
+/// The most bytes that were registered together.
 static MOST: AtomicUsize = AtomicUsize::new(0);
 
 /// The memory that the rings of this process register as buffers, so that transfers cost less.
@@ -25,7 +25,7 @@ static MOST: AtomicUsize = AtomicUsize::new(0);
 pub struct RegisteredMemory {
     /// Bytes that are registered now.
     pub bytes: usize,
-    /// The most bytes that were registered at once.
+    /// The most bytes that were registered together.
     pub most_bytes: usize,
     /// The greatest number of bytes that may be registered: an eighth of `RLIMIT_MEMLOCK`. `None`
     /// where the kernel does not apply the limit (`CAP_IPC_LOCK`); then all pooled buffers may be.
