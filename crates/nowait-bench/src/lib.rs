@@ -1,4 +1,4 @@
-//! Benchmarks: nowait compared with the other NBD servers of this machine, each mechanism of the
+//! Benchmarks: nowait compared with the other NBD servers of this host, each mechanism of the
 //! engine on against off, copies of disks by several programs, and a client beside neighbours that
 //! misbehave. No figure is reported without one to compare it with.
 //!

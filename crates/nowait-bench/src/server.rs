@@ -1,7 +1,7 @@
 //! The servers as programs: detection, command lines, start and stop.
 //!
 //! Invariant: when a [`Server`] is dropped its process has ended and the file is free again. All
-//! servers get an image of the same format, the conditions of the table, a socket of this machine,
+//! servers get an image of the same format, the conditions of the table, a socket of this host,
 //! and otherwise their defaults.
 
 use std::ffi::OsString;

@@ -19,7 +19,7 @@ const BLOCK_BYTES_MAX: u64 = 1 << 20;
 /// The default number of bytes to copy.
 const COPIED_BYTES: u64 = 512 << 20;
 
-/// Measure, on this machine: this server and its copies beside others, the engine's mechanisms on
+/// Measure, on this host: this server and its copies beside others, the engine's mechanisms on
 /// against off
 ///
 /// Each figure is the median of several short measurements, interleaved with those of what it is compared to, so
@@ -35,7 +35,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "FILE", group = "place")]
     pub file: Option<PathBuf>,
 
-    /// nowait: a block device of this machine, as /dev/ublkb0, or an image behind a network, as rbd:POOL/IMAGE or
+    /// nowait: a local block device, as /dev/ublkb0, or an image behind a network, as rbd:POOL/IMAGE or
     /// nbd://HOST/EXPORT; several side by side, the first compared to the others. At least 64M, of which the first GiB is used
     #[arg(long, value_name = "DEVICE", group = "place", value_hint = ValueHint::FilePath)]
     #[arg(value_parser = OsStringValueParser::new().try_map(|text| Location::parse(&text)))]
@@ -317,7 +317,7 @@ Examples:
 
 Exit status:
   0   the tables are complete
-  1   nothing could be measured, or not all of it that this machine has
+  1   nothing could be measured, or not all of it that this host has
   2   wrong command line";
 
 #[cfg(test)]

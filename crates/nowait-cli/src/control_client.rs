@@ -74,7 +74,7 @@ fn check_loopback(host: &str, port: u16) -> Result<(), CliError> {
     let mut all = (host, port).to_socket_addrs().map_err(|error| failed(&os_message(&error)))?;
     match all.all(|address| address.ip().is_loopback()) {
         true => Ok(()),
-        false => Err(failed("a token is sent to this machine only (give --control-tls-certs)")),
+        false => Err(failed("a token is sent to this host only (give --control-tls-certs)")),
     }
 }
 

@@ -162,7 +162,7 @@ fn watch(target: &Target, now: &Mutex<Now>, findings: &Path) {
 /// Runs `plan`.
 ///
 /// # Errors
-/// What is missing on this machine, or the error of the system for a file.
+/// What is missing on this host, or the error of the system for a file.
 pub fn run(plan: &Plan<'_>) -> Result<Report, String> {
     let target = plan.target;
     let mut bench = Bench::new(target, plan.findings)?;

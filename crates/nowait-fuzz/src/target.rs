@@ -14,7 +14,7 @@ pub struct Target {
     /// Prepares the target.
     ///
     /// # Errors
-    /// What is missing on this machine.
+    /// What is missing on this host.
     pub prepare: fn() -> Result<Check, String>,
     /// The initial inputs.
     pub seeds: fn() -> Vec<Vec<u8>>,

@@ -267,7 +267,7 @@ impl Exports {
     }
 
     /// Makes an export `size` bytes large, at least as many as it has. Its requests go on. Virtual
-    /// machines and the block device of this machine are told; NBD has no message for it, so a
+    /// machines and the local block device are told; NBD has no message for it, so a
     /// client sees the new size when it connects again. Blocks; when it returns, the new size is
     /// durable.
     ///
@@ -296,7 +296,7 @@ impl Exports {
     }
 
     /// Replaces the limits of each client of an export: of each connection of NBD, of each virtual
-    /// machine with all its queues, of the block device of this machine. They hold beside those of
+    /// machine with all its queues, of the local block device. They hold beside those of
     /// the export.
     ///
     /// # Errors
@@ -410,7 +410,7 @@ impl Exports {
     }
 
     /// Asks the storage of every export for its size, and tells virtual machines and the block device
-    /// of this machine, as [`Exports::grow`] does: other programs may have made a block device or a
+    /// of this host, as [`Exports::grow`] does: other programs may have made a block device or a
     /// raw image larger.
     pub fn refresh_sizes(&self) {
         for export in self.0.registry.served() {

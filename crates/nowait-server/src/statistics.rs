@@ -47,7 +47,7 @@ pub enum FrontendKind {
     Nbd,
     /// Queues of virtual machines.
     VhostUser,
-    /// A block device of this machine.
+    /// A local block device.
     Ublk,
 }
 

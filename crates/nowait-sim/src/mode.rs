@@ -11,7 +11,7 @@ pub enum Mode {
     Server,
     /// A server, through a virtual machine's memory.
     VhostUser,
-    /// A server, through a block device of this machine.
+    /// A server, through a local block device.
     Ublk,
     /// A storage behind a network; see [`crate::remote`].
     Remote,

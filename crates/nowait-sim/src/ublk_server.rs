@@ -1,4 +1,4 @@
-//! A server's threads, each with a queue of a block device of this machine, which outlives the
+//! A server's threads, each with a queue of a local block device, which outlives the
 //! server's death: the simulated driver gives a request that was not answered to the next server
 //! (`UBLK_F_USER_RECOVERY_REISSUE`).
 //!

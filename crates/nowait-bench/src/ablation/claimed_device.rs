@@ -1,4 +1,4 @@
-//! A block device of this machine, opened for direct I/O, and what is done to it between measurements.
+//! A local block device, opened for direct I/O, and what is done to it between measurements.
 //!
 //! Invariant: a device is opened for writing only if that is asked for, and only if nothing has
 //! mounted or claimed it; it stays claimed as long as the value lives.

@@ -1,4 +1,4 @@
-//! Block devices of this machine, and images behind a network, side by side, as fio measures them: reads and
+//! Local block devices, and images behind a network, side by side, as fio measures them: reads and
 //! writes by several jobs.
 //!
 //! Invariant: nothing is written to a device without permission. All devices of a table get the same

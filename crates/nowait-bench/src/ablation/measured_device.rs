@@ -1,4 +1,4 @@
-//! What `--device` names: a block device of this machine, or an image behind a network.
+//! What `--device` names: a local block device, or an image behind a network.
 //!
 //! Invariant: both get the same load; the first by a bare ring, the second by an engine, as there is no
 //! other way to it.

@@ -72,7 +72,7 @@ impl AddressArgs {
     /// machine's addresses.
     fn check(&self) -> Result<(), String> {
         if self.port.is_some() && self.bind.is_none() {
-            return Err("--port needs --bind HOST: 127.0.0.1 for this machine only, 0.0.0.0 for \
+            return Err("--port needs --bind HOST: 127.0.0.1 for this host only, 0.0.0.0 for \
                         any client that reaches it"
                 .into());
         }

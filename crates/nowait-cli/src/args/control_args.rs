@@ -233,7 +233,7 @@ pub(crate) enum ExportAction {
     },
     /// Make the disk of an export larger or smaller while it is in use
     ///
-    /// Virtual machines and block devices of this machine see the new size immediately, clients of NBD
+    /// Virtual machines and local block devices see the new size immediately, clients of NBD
     /// when they connect again. A raw image grows beside its requests; for anything else the export
     /// pauses for some milliseconds.
     Resize {

@@ -33,7 +33,7 @@ Examples:
   Serve what is in a qcow2 image, with its backing file in another directory:
     nowait serve overlay.qcow2 --backing-dir /srv/golden
 
-  Serve a block device to this machine, and have it as /dev/nbd0:
+  Serve a block device to this host, and have it as /dev/nbd0:
     nowait serve /dev/vdb --nbd tcp:127.0.0.1:10809 --io-flusher
     nbd-client 127.0.0.1 10809 /dev/nbd0
 

@@ -48,7 +48,7 @@ pub(crate) struct OtherFiles {
     /// the image's own directory or in a DIR: in it, not below it. A name that begins with a dot is
     /// refused, and so is a link that leads elsewhere. An image that is a block device trusts no
     /// directory but a DIR, and only in a DIR can a block device be a backing file. So an image from
-    /// a stranger cannot have other files of this machine read.
+    /// a stranger cannot have other files of this host read.
     #[arg(long, value_name = "DIR")]
     pub(crate) backing_dir: Vec<PathBuf>,
 

@@ -58,7 +58,7 @@ pub(crate) struct RemoteArgs {
     minimum_rate: Option<u64>,
 
     /// Where blocks of objects (s3://, https:// and others) stay when they were read, for this server
-    /// and for others of this user on this machine; made if it is not there
+    /// and for others of this user on this host; made if it is not there
     ///
     /// At most SIZE bytes, 10G unless given: what was used longest ago goes. Each block has a
     /// checksum, so a crash or a foreign file costs a second fetch and nothing else. QEMU's cache

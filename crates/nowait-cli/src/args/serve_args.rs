@@ -27,7 +27,7 @@ use nowait_daemon::config::{
     MAX_CONNECTIONS, MAX_THREADS, ServeConfig, choices, config_file, notation,
 };
 
-/// Serve disk images: over NBD, to virtual machines, or as a block device of this machine
+/// Serve disk images: over NBD, to virtual machines, or as a local block device
 ///
 /// Clients (a virtual machine, nbd-client, qemu-img, nbdcopy, …) see IMAGE as a disk. The line
 /// "serving URI" appears on standard output as soon as they can connect (but not for sockets that

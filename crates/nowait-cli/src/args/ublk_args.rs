@@ -1,4 +1,4 @@
-//! The command-line options for block devices of this machine, and the command `nowait ublk`.
+//! The command-line options for local block devices, and the command `nowait ublk`.
 
 use clap::{Args, Subcommand};
 

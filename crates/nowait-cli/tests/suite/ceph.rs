@@ -1,4 +1,4 @@
-//! Images of a Ceph cluster: a real one, of one monitor and one OSD on this machine.
+//! Images of a Ceph cluster: a real one, of one monitor and one OSD on this host.
 //!
 //! Invariant: the cluster ends with this program; a test that takes its OSD away runs alone among these.
 

@@ -130,7 +130,7 @@ fn the_commands_take_the_token_from_the_server_a_file_or_the_environment() {
     let why = elsewhere().arg(NOWAIT).args(status).args(given).fails();
     assert!(why.contains("other users may read this token"), "{why}");
     let why = tool(NOWAIT).args(["status", "--control", "tcp:0.0.0.0:1"]).fails();
-    assert!(why.contains("a token is sent to this machine only"), "{why}");
+    assert!(why.contains("a token is sent to this host only"), "{why}");
     it.server.stop();
 }
 

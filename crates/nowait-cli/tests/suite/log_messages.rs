@@ -199,7 +199,7 @@ fn the_journal_gets_each_message_with_its_priority_and_its_fields() {
 #[test]
 fn lines_have_priorities_only_where_the_journal_reads_them() {
     if Path::new("/run/systemd/journal/socket").exists() {
-        skip("the journal of this machine takes messages itself");
+        skip("the journal of this host takes messages itself");
         return;
     }
     let scratch = Scratch::new();

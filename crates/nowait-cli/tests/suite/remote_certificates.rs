@@ -75,7 +75,7 @@ fn a_certificate_of_another_authority_is_refused_in_words() {
     let site = Site::new(Flaw::None);
     Authority::new("two").trusted_in(site.scratch.path());
     let error = site.refusal(&site.url);
-    assert!(error.contains("signed by no authority that this machine trusts"), "{error}");
+    assert!(error.contains("signed by no authority that this host trusts"), "{error}");
     assert!(site.server.script().ranges.is_empty(), "nothing was asked");
 }
 

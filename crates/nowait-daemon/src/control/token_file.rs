@@ -55,7 +55,7 @@ impl Drop for OwnTokenFile {
     }
 }
 
-/// The file for the server at `port` of this machine where none was given; `None` where there is no
+/// The file for the server at `port` of this host where none was given; `None` where there is no
 /// directory for it.
 pub fn of_port(port: u16) -> Option<PathBuf> {
     Some(control_socket::directory()?.join(format!("control-{port}.token")))

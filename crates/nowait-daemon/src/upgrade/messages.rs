@@ -33,7 +33,7 @@ pub(crate) struct Begin {
     /// Those of the control interface on TCP; their files come last.
     #[serde(default)]
     pub(crate) control_tcp: Vec<ListenerState>,
-    /// The number of the block device of this machine that the first export is.
+    /// The number of the local block device that the first export is.
     pub(crate) ublk: Option<u32>,
     /// The numbers of all of them, each with the index of its export; none from a program that knows only the one.
     #[serde(default)]

@@ -1,4 +1,4 @@
-//! The blocks of one version of an object on this machine's disk: files of 16 blocks, each with a
+//! The blocks of one version of an object on this host's disk: files of 16 blocks, each with a
 //! table of checksums before them.
 //!
 //! Invariant: a block is returned only if its checksum is right, which covers the object's name and

@@ -228,7 +228,7 @@ fn write_certificate_error(f: &mut fmt::Formatter<'_>, error: &CertificateError)
     f.write_str("cannot connect: the certificate of the server ")?;
     match error {
         CertificateError::UnknownIssuer => f.write_str(
-            "is signed by no authority that this machine trusts (SSL_CERT_FILE names another one)",
+            "is signed by no authority that this host trusts (SSL_CERT_FILE names another one)",
         ),
         other => f.write_str(&certificate_fault(other)),
     }

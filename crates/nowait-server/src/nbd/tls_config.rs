@@ -169,7 +169,7 @@ fn is_there(path: &Path) -> Result<bool, TlsError> {
     }
 }
 
-/// Warns about a private key that every user of this machine may read or change.
+/// Warns about a private key that every user of this host may read or change.
 fn warn_if_open(key: &Path, found: &fs::Metadata) {
     if found.mode() & OTHERS != 0 {
         tracing::warn!("{}: this private key is open to every user (chmod o= it)", key.display());

@@ -1,4 +1,4 @@
-//! An export as a block device of this machine, `/dev/ublkbN`, through the kernel's ublk driver.
+//! An export as a local block device, `/dev/ublkbN`, through the kernel's ublk driver.
 //!
 //! Invariant: control commands run on threads that serve nothing, because the driver may write
 //! through the device before it answers one. Each queue of the device belongs to one serving thread.

@@ -1,4 +1,4 @@
-//! The ublk devices of this machine, and taking one away by hand.
+//! The ublk devices of this host, and taking one away by hand.
 //!
 //! Invariant: a node in use is taken away only if the caller says so.
 
@@ -17,7 +17,7 @@ use crate::ublk::ublk_error::UblkError;
 /// How long the driver may take to answer a question.
 const ASK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A ublk device of this machine, of any server.
+/// A ublk device of this host, of any server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UblkStatus {
     /// Its number.
@@ -67,7 +67,7 @@ impl UblkStatus {
     }
 }
 
-/// The ublk devices of this machine that the caller may see, by number.
+/// The ublk devices of this host that the caller may see, by number.
 ///
 /// # Errors
 /// There is no driver, or no right to it.
@@ -82,7 +82,7 @@ pub fn ublk_devices() -> Result<Vec<UblkStatus>, UblkError> {
     all.ok_or_else(|| UblkError::new("the ublk driver does not answer"))
 }
 
-/// What the ublk driver of this machine can do, by the names of its header (without `UBLK_F_`); a
+/// What the ublk driver of this host can do, by the names of its header (without `UBLK_F_`); a
 /// feature of a newer header is its bit: `bit 30`.
 ///
 /// # Errors
