@@ -197,13 +197,18 @@ mod tests {
         shown.filter_map(|argument| argument.get_long().map(str::to_owned)).collect()
     }
 
+    /// The commands below `command`, at any depth.
+    fn all_below(command: &clap::Command) -> Vec<&clap::Command> {
+        let below = |it| std::iter::once(it).chain(all_below(it));
+        command.get_subcommands().flat_map(below).collect()
+    }
+
     #[test]
     fn each_command_has_a_page_with_all_its_options_and_its_exit_statuses() {
         let pages = pages();
         let mut commands = Cli::command().disable_help_subcommand(true);
         commands.build();
-        let nested = commands.get_subcommands().flat_map(clap::Command::get_subcommands);
-        let all: Vec<_> = commands.get_subcommands().chain(nested).collect();
+        let all = all_below(&commands);
         assert_eq!(pages.len(), 1 + all.len());
         for command in all {
             let name = format!("{}.1", page_name(command));
