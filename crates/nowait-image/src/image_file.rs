@@ -12,6 +12,7 @@ use std::{fmt, io};
 
 #[cfg(feature = "sim")]
 use nowait::SimStorage;
+use nowait::internal::retry_while_claimed;
 use nowait::{ByteRange, ExtentStatus, FileStorage, ReadCursor, Storage, WriteCursor};
 use rustix::fs::{CWD, FallocateFlags, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
@@ -92,14 +93,16 @@ impl ImageFile {
 
     /// As [`ImageFile::open`], for the file at `real`, which is called `path` from then on.
     pub(crate) fn open_as(real: &Path, path: &Path, opening: Opening) -> Result<Self, ImageError> {
-        Self::opened(rustix::fs::open(real, flags(opening), Mode::empty()), path)
+        let open = || rustix::fs::open(real, flags(opening), Mode::empty());
+        Self::opened(retry_while_claimed(open), path)
     }
 
     /// As [`ImageFile::open`], but no part of `path` may be a symbolic link. (Before Linux 5.6, which cannot tell,
     /// only its last one.)
     pub(crate) fn open_without_links(path: &Path, opening: Opening) -> Result<Self, ImageError> {
         let (flags, resolve) = (flags(opening), ResolveFlags::NO_SYMLINKS);
-        let opened = rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve);
+        let open = || rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve);
+        let opened = retry_while_claimed(open);
         Self::opened(
             match opened {
                 Err(Errno::NOSYS) => {
@@ -124,7 +127,8 @@ impl ImageFile {
         opening: Opening,
     ) -> Result<Self, ImageError> {
         let flags = flags(opening) | OFlags::NOFOLLOW;
-        Self::opened(rustix::fs::openat(directory, name, flags, Mode::empty()), path)
+        let open = || rustix::fs::openat(directory, name, flags, Mode::empty());
+        Self::opened(retry_while_claimed(open), path)
     }
 
     fn opened(opened: rustix::io::Result<OwnedFd>, path: &Path) -> Result<Self, ImageError> {

@@ -146,6 +146,7 @@ pub mod internal {
     pub use crate::engine::pool::SlotPoolStats;
     pub use crate::memory::buffer_pool::BUFFER_ALIGN;
     pub use crate::storage::StorageSpace;
+    pub use crate::storage::device_claim::retry_while_claimed;
     pub use crate::threads::adaptive_poll::AdaptivePoll;
     pub use crate::types::iovec::MAX_TRANSFER_BYTES;
 }

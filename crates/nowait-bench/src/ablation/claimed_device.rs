@@ -8,7 +8,9 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use nowait::internal::retry_while_claimed;
 use rustix::fs::{FallocateFlags, OFlags, fallocate};
+use rustix::io::Errno;
 
 use crate::error::Error;
 use crate::test_file::BYTES_MIN;
@@ -41,7 +43,10 @@ impl ClaimedDevice {
         }
         let claim = if overwrite { OFlags::EXCL } else { OFlags::empty() };
         let flags = OFlags::DIRECT.union(claim).bits().cast_signed();
-        let opened = OpenOptions::new().read(true).write(overwrite).custom_flags(flags).open(path);
+        let mut options = OpenOptions::new();
+        options.read(true).write(overwrite).custom_flags(flags);
+        let open = || options.open(path).map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::IO));
+        let opened = retry_while_claimed(open).map_err(io::Error::from);
         let mut file = opened.map_err(|e| match e.raw_os_error() {
             Some(libc::EBUSY) => {
                 "cannot be overwritten: it is mounted, or another program has claimed it".to_owned()
@@ -66,7 +71,7 @@ impl ClaimedDevice {
     pub(crate) fn discard(&self, bytes: u64) -> io::Result<()> {
         let flags = FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE);
         fallocate(&self.file, flags, 0, bytes).map_err(|errno| match errno {
-            rustix::io::Errno::OPNOTSUPP => {
+            Errno::OPNOTSUPP => {
                 let problem = "the device gives no storage back";
                 io::Error::new(io::ErrorKind::Unsupported, problem)
             }

@@ -4,6 +4,7 @@
 
 mod fiemap;
 pub(crate) mod open_options;
+pub(crate) mod device_claim;
 mod opening;
 pub(crate) mod file;
 pub(crate) mod file_calls;

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FileType, Mode, OFlags, Stat};
 use rustix::io::{Errno, retry_on_intr};
 
+use crate::storage::device_claim::retry_while_claimed;
 use crate::storage::open_options::{Direct, OpenOptions};
 use crate::types::alignment::Alignment;
 use crate::types::error::{Error, Operation};
@@ -76,7 +77,8 @@ fn open_existing(
         true => OFlags::EXCL,
         false => OFlags::empty(),
     };
-    let file = rustix::fs::open(path, flags | alone, Mode::empty()).map_err(os)?;
+    let open = || rustix::fs::open(path, flags | alone, Mode::empty());
+    let file = retry_while_claimed(open).map_err(os)?;
     is_same(&file, &stat)?;
     Ok((file, stat))
 }
