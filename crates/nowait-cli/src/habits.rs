@@ -21,7 +21,7 @@ pub(crate) const OPTIONS: &[(&str, &[&str], &str)] = &[
         &["-s", "--snapshot"],
         "make an overlay, 'nowait create OVERLAY.qcow2 --backing IMAGE', and serve that",
     ),
-    ("serve", &["-l", "--load-snapshot"], "snapshots inside an image are not served"),
+    ("serve", &["-l", "--load-snapshot"], "name it as IMAGE@NAME, and take '--read-only'"),
     ("serve", &["-P", "--partition", "-o", "--offset"], "a disk is served whole"),
     (
         "serve",

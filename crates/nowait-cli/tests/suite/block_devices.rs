@@ -35,7 +35,7 @@ fn a_device_with_a_mounted_file_system_is_written_to_only_with_allow_mounted() {
     let server = Server::start(device.path(), &["--allow-mounted"]);
     server.stop();
     accepted(&["copy", disk, name, "--force", "--allow-mounted"]);
-    drop(mounted);
+    mounted.unmount();
     accepted(&["copy", disk, name, "--force", "--verify"]);
 }
 

@@ -2,10 +2,13 @@
 //!
 //! Invariant: the device is unmounted and detached when it is dropped.
 
+use std::fs;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::process::Command;
 
-use nowait_testkit::{require_tool, skip};
+use nowait_testkit::{require_tool, skip, wait_for};
+use rustix::fs::OFlags;
 
 /// A loop device, detached when it is dropped.
 pub(crate) struct LoopDevice(pub(crate) String);
@@ -52,7 +55,10 @@ impl Drop for LoopDevice {
 }
 
 /// A mounted file system, unmounted when it is dropped.
-pub(crate) struct Mounted(String);
+pub(crate) struct Mounted {
+    device: String,
+    directory: String,
+}
 
 impl Mounted {
     /// Mounts `device` at `directory`; `None`, with a message, where this user may not mount.
@@ -63,12 +69,23 @@ impl Mounted {
             skip("no mounts for this user");
             return None;
         }
-        Some(Self(directory))
+        Some(Self { device: device.0.clone(), directory })
+    }
+
+    /// Unmounts it, and waits until nothing has the device: another test may have made a mount namespace meanwhile,
+    /// with a copy of the mount.
+    pub(crate) fn unmount(self) {
+        let device = self.device.clone();
+        drop(self);
+        wait_for("nothing has the device", || {
+            let mut open = fs::OpenOptions::new();
+            open.read(true).custom_flags(OFlags::EXCL.bits().cast_signed()).open(&device)
+        });
     }
 }
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        let _ = Command::new("umount").arg(&self.0).output();
+        let _ = Command::new("umount").arg(&self.directory).output();
     }
 }
