@@ -291,7 +291,7 @@ impl Image {
     }
 
     /// Flushes, and frees clusters that are no longer used, or of a raw file what was allocated ahead
-    /// ([`nowait::Config::allocate_ahead`]). No request may be in flight.
+    /// ([`nowait::OpenOptions::allocate_ahead`]). No request may be in flight.
     ///
     /// # Errors
     /// As [`Image::flush`].

@@ -13,7 +13,7 @@
 //!   the queues: a request costs two hops between threads, and one or two allocations.
 //!
 //! The async files of a thread share its engine, and those of a process at most four threads with an
-//! engine each; all share the threads that may block ([`Config::workers`]). So thousands of files cost
+//! engine each; all share the threads that may block ([`WorkerPool`]). So thousands of files cost
 //! little more than their descriptors, and one that is busy is as fast as it is alone. A file with many
 //! requests, or whose disk hangs, leaves slots and threads to the others.
 //!

@@ -63,7 +63,7 @@ pub struct ServeOptions {
     pub writable: bool,
     /// Whether the page cache is bypassed, for all files of the chain alike.
     pub direct: Direct,
-    /// Whether mappings are cached ([`nowait::Config::hint`]).
+    /// Whether mappings are cached ([`nowait::OpenOptions::cache_holes`]).
     pub cache_holes: bool,
 }
 

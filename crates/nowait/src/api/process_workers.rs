@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 
 use crate::blocking::worker_pool::WorkerPool;
 
-/// The pool, of [`Config::workers`] threads as by default.
+/// The pool, of [`WorkerPool::DEFAULT_LIMIT`] threads.
 pub(crate) fn process_workers() -> WorkerPool {
     static WORKERS: LazyLock<WorkerPool> = LazyLock::new(WorkerPool::default);
     WORKERS.clone()

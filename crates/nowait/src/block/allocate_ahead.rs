@@ -1,6 +1,6 @@
 //! Allocate ahead: a worker that writes into a hole behind written bytes also allocates the storage
 //! behind its write, so that the next writes are overwrites to the engine and need no worker. The
-//! switch [`crate::Config::allocate_ahead`] turns it off.
+//! switch [`crate::OpenOptions::allocate_ahead`] turns it off.
 //!
 //! A file system takes a write to storage that was never written without waiting (XFS, ext4), and
 //! reports that storage as a hole. What is allocated and unused is bounded by a share of the file,

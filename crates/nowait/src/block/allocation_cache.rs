@@ -89,7 +89,7 @@ pub struct AllocationCache {
 
 impl AllocationCache {
     /// A cache for a device of `size` bytes, in which every granule is unknown. With `enabled`
-    /// false it stays so ([`crate::Config::hint`]).
+    /// false it stays so ([`crate::OpenOptions::cache_holes`]).
     #[must_use]
     pub fn new(size: u64, enabled: bool) -> Self {
         let mut granule_shift = MIN_GRANULE_SHIFT;
@@ -104,7 +104,7 @@ impl AllocationCache {
         Self { leaves, later_leaves, granule_shift, size, enabled, allocates_ahead, ahead_granules }
     }
 
-    /// The same for a device that allocates ahead ([`crate::Config::allocate_ahead`]) if `on`, and
+    /// The same for a device that allocates ahead ([`crate::OpenOptions::allocate_ahead`]) if `on`, and
     /// if the cache is enabled.
     #[must_use]
     pub fn allocating_ahead(self, on: bool) -> Self {

@@ -117,7 +117,7 @@ pub trait BlockMap: Send + Sync + 'static {
     }
 
     /// The ranges that are allocated ahead, if the device allocates ahead
-    /// ([`crate::Config::allocate_ahead`]).
+    /// ([`crate::OpenOptions::allocate_ahead`]).
     #[inline]
     fn ahead(&self) -> Option<&dyn AheadMap> {
         None

@@ -426,7 +426,7 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
     }
 
     /// Gives back the storage that was allocated ahead and not used, except where a request is in
-    /// flight ([`crate::Config::allocate_ahead`]). The drop does the same, so this is for a process
+    /// flight ([`crate::OpenOptions::allocate_ahead`]). The drop does the same, so this is for a process
     /// that ends without it. It blocks.
     pub fn give_back(&self) {
         if let Some(target) = self.ahead_target() {
@@ -434,7 +434,7 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
         }
     }
 
-    /// Bytes that were allocated ahead of writes so far ([`crate::Config::allocate_ahead`]), those that
+    /// Bytes that were allocated ahead of writes so far ([`crate::OpenOptions::allocate_ahead`]), those that
     /// were given back included.
     #[must_use]
     pub fn allocated_ahead(&self) -> u64 {
