@@ -21,7 +21,7 @@ use crate::error::{Error, os_message};
 /// The longest write in bytes, if clusters are not larger.
 const MAX_BYTES: u64 = 4 << 20;
 
-/// What the workers share.
+/// The state that the workers share.
 struct Shared {
     image: Mutex<Box<dyn ImageBuilder>>,
     file: ImageFile,

@@ -15,7 +15,7 @@ use crate::shared_export::ExportUse;
 /// In place of an index: a member that uses no export yet.
 pub(crate) const NO_EXPORT: u32 = u32::MAX;
 
-/// What the event loop keeps for a connection or a queue of a frontend: a member of its run queues.
+/// The state that the event loop keeps for a connection or a queue of a frontend: a member of its run queues.
 #[derive(Default)]
 pub(crate) struct Member {
     /// It is in the run queues.

@@ -172,21 +172,12 @@ fn run_in<S: SystemUnderTest>(plan: &Plan) -> Result<Counts, Failure> {
     Err(Failure { step: now, what })
 }
 
-fn run_remote(plan: &Plan) -> Result<Counts, Failure> {
-    let scenario = RemoteScenario::of(plan.seed);
+/// Runs `run`, which notes the step that it is at: a violation or a panic is a failure of that step.
+fn watched(
+    run: impl FnOnce(&mut Option<u64>) -> Result<Counts, Violation>,
+) -> Result<Counts, Failure> {
     let mut now = None;
-    let ran = catch_unwind(AssertUnwindSafe(|| {
-        let mut simulation = RemoteSimulation::new(scenario.clone());
-        for &step in &plan.steps {
-            now = Some(step);
-            let (action, random) = scenario.step(step);
-            simulation.step(action, random)?;
-        }
-        now = None;
-        simulation.end()?;
-        Ok::<_, Violation>(simulation.counts())
-    }));
-    let what = match ran {
+    let what = match catch_unwind(AssertUnwindSafe(|| run(&mut now))) {
         Ok(Ok(counts)) => return Ok(counts),
         Ok(Err(wrong)) => wrong.to_string(),
         Err(_) => PANIC.take().unwrap_or_else(|| "a panic".to_owned()),
@@ -194,26 +185,34 @@ fn run_remote(plan: &Plan) -> Result<Counts, Failure> {
     Err(Failure { step: now, what })
 }
 
-fn run_log(plan: &Plan) -> Result<Counts, Failure> {
-    let scenario = LogScenario::of(plan.seed);
-    let mut now = None;
-    let ran = catch_unwind(AssertUnwindSafe(|| {
-        let mut simulation = LogSimulation::new(scenario.clone());
+fn run_remote(plan: &Plan) -> Result<Counts, Failure> {
+    let scenario = RemoteScenario::of(plan.seed);
+    watched(|now| {
+        let mut simulation = RemoteSimulation::new(scenario.clone());
         for &step in &plan.steps {
-            now = Some(step);
+            *now = Some(step);
             let (action, random) = scenario.step(step);
             simulation.step(action, random)?;
         }
-        now = None;
+        *now = None;
         simulation.end()?;
-        Ok::<_, Violation>(simulation.counts())
-    }));
-    let what = match ran {
-        Ok(Ok(counts)) => return Ok(counts),
-        Ok(Err(wrong)) => wrong.to_string(),
-        Err(_) => PANIC.take().unwrap_or_else(|| "a panic".to_owned()),
-    };
-    Err(Failure { step: now, what })
+        Ok(simulation.counts())
+    })
+}
+
+fn run_log(plan: &Plan) -> Result<Counts, Failure> {
+    let scenario = LogScenario::of(plan.seed);
+    watched(|now| {
+        let mut simulation = LogSimulation::new(scenario.clone());
+        for &step in &plan.steps {
+            *now = Some(step);
+            let (action, random) = scenario.step(step);
+            simulation.step(action, random)?;
+        }
+        *now = None;
+        simulation.end()?;
+        Ok(simulation.counts())
+    })
 }
 
 /// Runs the plans of `next` on `threads` threads, until `next` returns `None` or a run fails; calls

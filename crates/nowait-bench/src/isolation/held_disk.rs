@@ -36,7 +36,7 @@ pub(super) enum Answer {
     Never,
 }
 
-/// What the reads of the file have in common.
+/// The common state of all reads of the file.
 struct Reads {
     answer: Answer,
     held: Vec<ReplyData>,

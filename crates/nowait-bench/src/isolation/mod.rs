@@ -145,7 +145,7 @@ impl Places {
     }
 }
 
-/// What one measurement needs.
+/// The parameters of one measurement.
 struct Scene<'a> {
     options: &'a IsolationOptions,
     places: &'a Places,

@@ -18,7 +18,7 @@ use crate::isolation::held_disk::Answer;
 const SLOW: Duration = Duration::from_millis(100);
 const RECEIVE_BYTES: usize = 256 << 10;
 
-/// What is beside the reader.
+/// The neighbour of the reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Neighbour {
     /// Nothing: what the others are compared with.

@@ -335,7 +335,7 @@ pub(crate) struct OneBitmap {
     pub(crate) server: ServerArgs,
 }
 
-/// What to do with bitmaps.
+/// The actions on bitmaps.
 #[derive(Debug, Subcommand)]
 pub(crate) enum BitmapAction {
     /// Add a bitmap: what is changed from now on is noted in it

@@ -107,7 +107,7 @@ fn file_for_objects(path: OsString) -> Result<PathBuf, String> {
     Ok(path.into())
 }
 
-/// Parses `DIR[,size=SIZE]`, which is no word of QEMU's.
+/// Parses `DIR[,size=SIZE]`.
 fn parse_cache(text: &OsString) -> Result<CacheOptions, String> {
     match text.to_str().and_then(habits::cache_word) {
         Some(advice) => Err(advice),

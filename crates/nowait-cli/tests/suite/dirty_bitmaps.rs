@@ -145,7 +145,7 @@ fn a_bitmap_of_the_start_has_every_change_from_the_first_on() {
     }
 }
 
-/// What a model of bitmaps knows: whether each granule is dirty.
+/// The state of a model of bitmaps: whether each granule is dirty.
 struct Model {
     name: &'static str,
     granularity: u64,

@@ -99,7 +99,7 @@ fn why(message: &str, key: &str) -> String {
     }
 }
 
-/// What is likely to be meant by the `unknown` key, where serde lists the `known` ones.
+/// The key that is likely to be meant by the `unknown` one, where serde lists the `known` ones.
 fn meant(unknown: &str, known: &str) -> String {
     if let Some((_, instead)) = OTHER_SPELLINGS.iter().find(|(name, _)| *name == unknown) {
         return format!(" (instead: {instead})");

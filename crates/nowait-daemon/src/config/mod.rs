@@ -49,7 +49,7 @@ pub const MAX_RECONNECT: u64 = 24 * 60 * 60;
 
 /// Everything that a server can be told.
 ///
-/// What each field means is in the help of the option of its name (`nowait serve --help`). The default is a server of the
+/// The meaning of each field is in the help of the option of its name (`nowait serve --help`). The default is a server of the
 /// default image at a private socket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default, rename_all = "kebab-case")]

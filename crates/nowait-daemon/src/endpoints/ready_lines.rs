@@ -87,7 +87,7 @@ pub(crate) fn vhost_user_paths(config: &ServeConfig, all: &[OpenedDisk]) -> Vec<
     paths
 }
 
-/// What can be tried at `uri`, for a user who has given nothing.
+/// Commands that can be tried at `uri`, for a user who has given nothing.
 pub(crate) fn hint(uri: &str) -> String {
     format!("try:  nbdinfo '{uri}'\n      qemu-img info '{uri}'\n      nbdcopy '{uri}' copy.img")
 }

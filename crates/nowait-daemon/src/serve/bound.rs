@@ -42,7 +42,7 @@ pub(super) struct Bound<'a> {
     pub(super) tls: Tls,
     pub(super) tls_files: Option<(TlsFiles, Credentials)>,
     pub(super) kind: QueueKind,
-    /// What a confined server may open.
+    /// Files that a confined server may open.
     pub(super) files: FileAccess,
     pub(super) detached: Detached,
     pub(super) ending: Ending,

@@ -49,7 +49,7 @@ pub trait Output {
     fn note(&self, text: fmt::Arguments<'_>);
 }
 
-/// What holds in each phase.
+/// The data of every phase.
 struct Context<'a> {
     config: &'a ServeConfig,
     output: &'a dyn Output,

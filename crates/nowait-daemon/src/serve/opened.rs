@@ -104,7 +104,7 @@ impl<'a> Opened<'a> {
     }
 }
 
-/// What ends the server of `config`: signals, and the end of its `parent` if it is asked to.
+/// The events that end the server of `config`: signals, and the end of its `parent` if it is asked to.
 fn ending(config: &ServeConfig, parent: &Parent, detached: &Detached) -> Result<Ending, CliError> {
     let failed = |e| CliError::new(format!("cannot handle signals: {}", os_message(&e)));
     let ending = Ending::on_signal(detached).map_err(failed)?;

@@ -34,7 +34,7 @@ impl<'a> Plan<'a> {
     /// over wait from now on.
     ///
     /// # Errors
-    /// A descriptor that was named is no socket, or not open.
+    /// A descriptor that was named is not a socket, or not open.
     pub(super) fn of(context: Context<'a>, descriptors: Rlimit) -> Result<Self, CliError> {
         let parent = Parent::now();
         let connections = endpoints::connections(context.config, context.receiver.is_some())?;

@@ -135,7 +135,7 @@ fn add_places(served: &mut [ServedDisk], clients: &SavedClients) {
     }
 }
 
-/// What the exports have in common that are added later, at the addresses `listens`.
+/// The common options of exports that are added later, at the addresses `listens`.
 fn additions(config: &ServeConfig, listens: Vec<Address>, common: Common) -> Additions {
     let tls = config.requires_tls();
     Additions {

@@ -29,7 +29,7 @@ pub(super) struct Started<'a> {
     pub(super) control: BoundControl,
     pub(super) upgrades: Upgrades,
     pub(super) kind: QueueKind,
-    /// What it may open, unless it is confined already.
+    /// Files that it may open, unless it is confined already.
     pub(super) files: Option<FileAccess>,
     pub(super) detached: Detached,
     pub(super) ending: Ending,

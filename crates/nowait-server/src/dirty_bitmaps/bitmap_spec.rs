@@ -16,7 +16,7 @@ pub(crate) const MAX_BIT_BYTES: u64 = 256 << 20;
 /// Bytes of a granule where none are given, as QEMU's.
 pub(crate) const DEFAULT_GRANULARITY: u64 = 64 << 10;
 
-/// What a bitmap is: all but its bits.
+/// The properties of a bitmap: all but its bits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BitmapSpec {
     /// 1 to 1023 bytes without control characters; unique in its export.
@@ -73,7 +73,7 @@ pub enum BitmapError {
     Exists,
     /// The name has no bytes, too many, or control characters.
     Name,
-    /// It is no power of two in its range.
+    /// It is not a power of two in its range.
     Granularity,
     /// It is smaller than the blocks of the export, which have this many bytes.
     SmallGranularity(u64),

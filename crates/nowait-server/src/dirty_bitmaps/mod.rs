@@ -221,7 +221,7 @@ impl DirtyBitmaps {
         let target = self.named(target)?;
         let sources = sources.iter().map(|name| self.named(name));
         let sources: Vec<_> = sources.collect::<Result<_, _>>()?;
-        // What has no bits then is dirty as a whole if it has to be.
+        // A part without bits is dirty as a whole then, if it has to be.
         let _ = lock(&self.list).cover(&target, size);
         sources.iter().for_each(|source| target.merge(source, size));
         Ok(())
@@ -237,7 +237,7 @@ impl DirtyBitmaps {
         all.into_iter().map(status).collect()
     }
 
-    /// What they are, in the order of their addition.
+    /// Their properties, in the order of their addition.
     pub(crate) fn specs(&self) -> Vec<BitmapSpec> {
         lock(&self.list).all.iter().map(|bitmap| bitmap.spec()).collect()
     }
@@ -268,7 +268,7 @@ impl DirtyBitmaps {
         lock(&self.list).all.iter().for_each(|bitmap| bitmap.clear_from(size));
     }
 
-    /// What clients can select.
+    /// The bitmaps that clients can select.
     pub(crate) fn names(&self) -> Vec<BitmapName> {
         let name = |it: &Arc<DirtyBitmap>| BitmapName { id: it.id, name: it.name.clone() };
         lock(&self.list).all.iter().map(name).collect()

@@ -1,6 +1,6 @@
 //! What bitmaps hold, against a list of booleans, and their bounds.
 //!
-//! Invariant: a model has a boolean for each granule; where its size is no multiple of one, the last is shorter.
+//! Invariant: a model has a boolean for each granule; where its size is not a multiple of one, the last is shorter.
 
 use std::io::Seek;
 use std::sync::atomic::AtomicBool;

@@ -56,7 +56,7 @@ impl Exports {
         Ok(registered.bitmaps.status(registered.export().disk().size()))
     }
 
-    /// What the bitmaps of an export are, in the order of their addition. None if there is no such export.
+    /// The properties of the bitmaps of an export, in the order of their addition. `None` if there is no such export.
     #[must_use]
     pub fn bitmap_specs(&self, id: ExportId) -> Vec<BitmapSpec> {
         self.of_bitmaps(id).map(|registered| registered.bitmaps.specs()).unwrap_or_default()

@@ -17,12 +17,12 @@ pub(crate) enum Context {
     /// The depth of the image that determines an extent: 1 for the top one, 0 if none does (QEMU
     /// docs/interop/nbd.txt, "qemu" namespace).
     AllocationDepth,
-    /// What was changed, by the dirty bitmap with this number among those that the client has selected (QEMU
+    /// The changed ranges, by the dirty bitmap with this number among those that the client has selected (QEMU
     /// docs/interop/nbd.txt).
     DirtyBitmap(u8),
 }
 
-/// What the names of the contexts of dirty bitmaps begin with.
+/// The prefix of the names of the contexts of dirty bitmaps.
 const DIRTY_BITMAPS: &str = "qemu:dirty-bitmap:";
 /// The only flag of a dirty bitmap (QEMU docs/interop/nbd.txt).
 const STATE_DIRTY: u32 = 1;

@@ -118,7 +118,7 @@ impl LogDirectory for FileDirectory {
         let failed = |error| Error::from_io(&error, Operation::Open);
         let entries = std::fs::read_dir(&self.path).map_err(failed)?;
         let names = entries.map(|entry| entry.map(|it| it.file_name().into_string().ok()));
-        // A name that is no text is none of a log.
+        // A name that is not UTF-8 is not of a log.
         names.filter_map(Result::transpose).collect::<Result<_, _>>().map_err(failed)
     }
 

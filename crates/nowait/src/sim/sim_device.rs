@@ -163,7 +163,7 @@ impl SimDevice {
         media.cut(random, faults.rot)
     }
 
-    /// Drops the page cache: what a failed flush has lost is read no more. This is no operation.
+    /// Drops the page cache: what a failed flush has lost is read no more. It does not count as an operation.
     pub fn drop_cache(&self) {
         self.lock().media.forget_lost();
     }

@@ -202,7 +202,7 @@ fn table_pos(entry: Result<L1Entry, crate::formats::qcow2::entries::BadEntry>) -
     }
 }
 
-/// What is in `block` from the byte at `pos` in the file on.
+/// The part of `block` from the byte at `pos` in the file on.
 fn behind(block: &[u8], pos: u64) -> &[u8] {
     block.get((pos & (BLOCK_BYTES - 1)) as usize..).unwrap_or_default()
 }
