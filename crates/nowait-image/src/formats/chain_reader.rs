@@ -4,12 +4,14 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::error::ImageError;
-use crate::formats::layer::{ImagoDisk, Layer};
+use nowait::ReadCursor;
+
+use crate::error::{ImageError, os_error};
+use crate::formats::layer::{Disk, Layer};
 
 /// A disk that is only read; several threads may read simultaneously.
 pub struct ChainReader {
-    disk: ImagoDisk,
+    disk: Disk,
     path: PathBuf,
 }
 
@@ -48,7 +50,7 @@ impl ChainReader {
         if end.is_none_or(|end| end > self.size()) {
             return Err(ImageError::refused(&self.path, "a read behind the end of the disk"));
         }
-        let read = self.disk.read(memory, pos);
-        read.map_err(|error| ImageError::os(&self.path, "read", &error))
+        let read = self.disk.read(pos, ReadCursor::from(memory));
+        read.map_err(|error| ImageError::os(&self.path, "read", &os_error(error)))
     }
 }

@@ -10,11 +10,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use imago::FormatAccess;
-
 use crate::file_name::plain_name;
 use crate::formats::format::Format;
-use crate::formats::imago_adapter::ImagoStorage;
+use crate::formats::mapped_disk::DiskReader;
 use crate::image_file::ImageFile;
 
 /// The backing file as named in the header.
@@ -38,8 +36,8 @@ impl BackingName {
     }
 }
 
-/// The disk of an image and of all below it, for imago.
-pub(crate) type ImagoDisk = FormatAccess<ImagoStorage>;
+/// The disk of an image and of all below it.
+pub(crate) type Disk = Box<dyn DiskReader>;
 
 /// An open image as its format knows it, which has checked its bytes.
 pub(crate) trait Content: Any + Debug + Send + Sync {
@@ -56,7 +54,7 @@ pub(crate) trait Content: Any + Debug + Send + Sync {
     ///
     /// # Errors
     /// Damage in the tables; the errno of a failed system call.
-    fn disk(&self, layer: &Layer, below: Option<ImagoDisk>) -> io::Result<ImagoDisk>;
+    fn disk(&self, layer: &Layer, below: Option<Disk>) -> io::Result<Disk>;
 }
 
 /// One image of a chain.

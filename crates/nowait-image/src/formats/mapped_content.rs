@@ -5,13 +5,9 @@
 use std::io;
 use std::sync::Arc;
 
-use imago::raw::Raw;
-use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder};
-
 use crate::error::{ImageError, os_error};
 use crate::formats::driver::{LayerMap, Status};
-use crate::formats::imago_adapter::ImagoStorage;
-use crate::formats::layer::{Content, ImagoDisk, Layer};
+use crate::formats::layer::{Content, Disk, Layer};
 use crate::formats::mapped_disk::{MappedDisk, Place, RunTable};
 use crate::formats::raw::file_status;
 
@@ -28,12 +24,10 @@ impl Content for MappedContent {
         Some(self.unit)
     }
 
-    fn disk(&self, layer: &Layer, _: Option<ImagoDisk>) -> io::Result<ImagoDisk> {
+    fn disk(&self, layer: &Layer, _: Option<Disk>) -> io::Result<Disk> {
         let files = layer.data.iter().map(|file| file.storage().clone()).collect();
-        let disk = MappedDisk::new(layer.file.path(), self.table.clone(), files, layer.size);
-        let storage = ImagoStorage::mapped(&layer.file, Box::new(disk));
-        let gate = DenyImplicitOpenGate::default();
-        Ok(FormatAccess::new(Raw::builder(storage).write(false).open(gate)?))
+        let table = self.table.clone();
+        Ok(Box::new(MappedDisk::new(layer.file.path(), table, files, layer.size)))
     }
 }
 

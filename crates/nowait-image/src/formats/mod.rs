@@ -9,7 +9,6 @@ pub(crate) mod compress;
 pub(crate) mod decompressed_cache;
 pub(crate) mod mapped_disk;
 pub(crate) mod table_blocks;
-pub(crate) mod imago_adapter;
 pub(crate) mod layer;
 pub(crate) mod chain_reader;
 pub(crate) mod driver;

@@ -7,16 +7,15 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use imago::raw::Raw;
-use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder};
+use nowait::{Error, ReadCursor};
 
 use crate::error::ImageError;
 use crate::formats::driver::{
     CreateTerms, Creation, Driver, ImageInfo, LayerMap, OpenTerms, Opened, Preallocation, Status,
 };
 use crate::formats::format::Format;
-use crate::formats::imago_adapter::ImagoStorage;
-use crate::formats::layer::{BackingName, Content, ImagoDisk, Layer};
+use crate::formats::layer::{BackingName, Content, Disk, Layer};
+use crate::formats::mapped_disk::DiskReader;
 use crate::image_file::{ImageFile, NO_MEDIUM};
 
 /// QEMU counts the size of a disk in sectors, rounded up, in the output of `qemu-img map`.
@@ -49,10 +48,30 @@ impl Content for RawContent {
         None
     }
 
-    fn disk(&self, layer: &Layer, _: Option<ImagoDisk>) -> io::Result<ImagoDisk> {
-        let gate = DenyImplicitOpenGate::default();
-        let storage = ImagoStorage::data(&layer.file);
-        Ok(FormatAccess::new(Raw::builder(storage).write(false).open(gate)?))
+    fn disk(&self, layer: &Layer, _: Option<Disk>) -> io::Result<Disk> {
+        Ok(Box::new(FileDisk { file: layer.file.clone(), size: layer.size }))
+    }
+}
+
+/// The bytes of a file.
+#[derive(Debug)]
+struct FileDisk {
+    file: Arc<ImageFile>,
+    size: u64,
+}
+
+impl DiskReader for FileDisk {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn read(&self, pos: u64, mut memory: ReadCursor<'_>) -> Result<(), Error> {
+        let inside = memory.len().min(self.size.saturating_sub(pos));
+        let mut part = memory.take(inside);
+        self.file.storage().read_at(pos, &mut part)?;
+        part.fill(0);
+        memory.fill(0);
+        Ok(())
     }
 }
 

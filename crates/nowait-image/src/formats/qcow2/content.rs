@@ -5,17 +5,10 @@
 use std::io;
 use std::sync::Arc;
 
-use imago::qcow2::Qcow2;
-use imago::raw::Raw;
-use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder};
-
 use crate::error::ImageError;
-use crate::formats::decompress::Compression;
 use crate::formats::driver::{OpenTerms, Opened};
-use crate::formats::imago_adapter::ImagoStorage;
-use crate::formats::layer::{BackingName, Content, ImagoDisk, Layer};
-use crate::formats::qcow2::encode::encode;
-use crate::formats::qcow2::header::{Header, INCOMPATIBLE_DATA_FILE};
+use crate::formats::layer::{BackingName, Content, Disk, Layer};
+use crate::formats::qcow2::header::Header;
 use crate::formats::qcow2::table_reader::TableReader;
 use crate::image_file::ImageFile;
 
@@ -28,34 +21,9 @@ impl Content for Header {
         self.backing.as_ref()
     }
 
-    fn disk(&self, layer: &Layer, below: Option<ImagoDisk>) -> io::Result<ImagoDisk> {
-        if self.compression != Compression::Deflate || self.has_extended_l2() {
-            let disk = TableReader::new(self, layer, below)?;
-            let storage = ImagoStorage::mapped(&layer.file, Box::new(disk));
-            let gate = DenyImplicitOpenGate::default();
-            return Ok(FormatAccess::new(Raw::builder(storage).write(false).open(gate)?));
-        }
-        let storage =
-            ImagoStorage::behind_header(&layer.file, sanitized(self), self.cluster_bytes());
-        let image = Qcow2::<ImagoStorage>::builder(storage)
-            .write(false)
-            .backing(below)
-            .data_file(layer.other_files().next().map(ImagoStorage::data))
-            .open(DenyImplicitOpenGate::default())?;
-        Ok(FormatAccess::new(image))
+    fn disk(&self, layer: &Layer, below: Option<Disk>) -> io::Result<Disk> {
+        Ok(Box::new(TableReader::new(self, layer, below)?))
     }
-}
-
-/// A header without names and extensions, and with no bit set but the one for a data file.
-fn sanitized(header: &Header) -> Vec<u8> {
-    encode(&Header {
-        incompatible: header.incompatible & INCOMPATIBLE_DATA_FILE,
-        autoclear: 0,
-        backing: None,
-        snapshots: 0,
-        snapshots_pos: 0,
-        ..header.clone()
-    })
 }
 
 impl Layer {

@@ -1,29 +1,26 @@
-//! The disk of a qcow2 image with features that imago does not have, read by its tables.
+//! The disk of a qcow2 image, read by its tables.
 //!
 //! Invariant: no file is written. Where the image has nothing of its own, the bytes are those of the disk
 //! below, and zeros where there is none.
 
 use std::sync::Arc;
 
-use nowait::{Error, Operation, ReadCursor};
+use nowait::{Error, ReadCursor};
 
 use crate::formats::decompressed_cache::DecompressedCache;
-use crate::formats::layer::{ImagoDisk, Layer};
+use crate::formats::layer::{Disk, Layer};
 use crate::formats::mapped_disk::DiskReader;
 use crate::formats::qcow2::backing_tables::BackingTables;
 use crate::formats::qcow2::entries::Cluster;
 use crate::formats::qcow2::header::Header;
 use crate::image_file::ImageFile;
 
-/// Most bytes of the disk below that are read together.
-const PIECE_BYTES: usize = 1 << 20;
-
 /// A disk on the one below it.
 #[derive(Debug)]
 pub(crate) struct TableReader {
     tables: BackingTables,
     data: Arc<ImageFile>,
-    below: Option<ImagoDisk>,
+    below: Option<Disk>,
     unpacked: DecompressedCache,
 }
 
@@ -32,7 +29,7 @@ impl TableReader {
     pub(crate) fn new(
         header: &Header,
         layer: &Layer,
-        below: Option<ImagoDisk>,
+        below: Option<Disk>,
     ) -> std::io::Result<Self> {
         let bytes = layer.file.size()?;
         Ok(Self {
@@ -41,20 +38,6 @@ impl TableReader {
             below,
             unpacked: DecompressedCache::of(layer.file.path()),
         })
-    }
-
-    fn read_below(&self, mut pos: u64, memory: &mut ReadCursor<'_>) -> Result<(), Error> {
-        let Some(below) = &self.below else { return Ok(()) };
-        let end = below.size();
-        while !memory.is_empty() && pos < end {
-            let len = memory.len().min(end - pos).min(PIECE_BYTES as u64);
-            let mut piece = vec![0; len as usize];
-            let failed = |error: std::io::Error| Error::from_io(&error, Operation::Read);
-            below.read(&mut piece, pos).map_err(failed)?;
-            memory.take(len).copy_from(&piece);
-            pos += len;
-        }
-        Ok(())
     }
 }
 
@@ -71,7 +54,9 @@ impl DiskReader for TableReader {
             let mut part = memory.take(len);
             match cluster {
                 Cluster::Unallocated | Cluster::Reserved { .. } | Cluster::Mixed { .. } => {
-                    self.read_below(pos, &mut part)?
+                    if let Some(below) = self.below.as_ref().filter(|below| pos < below.size()) {
+                        below.read(pos, part.take(len))?;
+                    }
                 }
                 Cluster::Zero { .. } => {}
                 Cluster::Data { host, .. } => {
