@@ -14,6 +14,7 @@ pub use crate::copy_loop::{Phase, Progress};
 use crate::endpoint::Endpoint;
 use crate::error::Error;
 use crate::first_bytes::first_bytes;
+use crate::increment::{self, Increment, IncrementTerms};
 use crate::lost_ranges::Lost;
 use crate::nbd::Connecting;
 use crate::open::{OverwriteOptions, Target, TargetFormat, TargetKind};
@@ -53,6 +54,8 @@ pub struct Options {
     pub cluster_bytes: Option<u64>,
     /// How the clusters of a qcow2 target are compressed; `None`: not at all.
     pub compression: Option<Compression>,
+    /// Copy only what has changed since an earlier copy.
+    pub increment: Option<Increment>,
     /// Overwrite a file that is not empty, a block device, or an object.
     pub force: bool,
     /// Overwrite a block device although it is mounted or otherwise in use.
@@ -113,6 +116,8 @@ pub struct Report {
     pub data: u64,
     /// Bytes that were left or made zero.
     pub zero: u64,
+    /// Bytes that have not changed since the earlier copy, of an increment.
+    pub unchanged: u64,
     /// Ranges that could not be read; empty without [`Options::rescue`].
     pub lost: Lost,
     /// From the first request until everything was durable and, with `verify`, compared.
@@ -124,9 +129,36 @@ fn source(options: &Options, connecting: Connecting<'_>) -> Result<Box<dyn Endpo
     if options.rescue && options.verify {
         return Err(Error::at(&options.from, "what is rescued is not read again to be compared"));
     }
+    if options.increment.is_some() && !matches!(options.from, Location::Nbd(_)) {
+        return Err(Error::at(&options.from, "only an NBD export has a dirty bitmap to copy by"));
+    }
     let source =
         open::source(&options.from, options.chain_options()?, &options.remote, connecting)?;
     Ok(if options.rescue { Box::new(Rescue::new(source)) } else { source })
+}
+
+/// Opens the target for a disk of `size` bytes.
+fn target(options: &Options, size: u64, connecting: Connecting<'_>) -> Result<Target, Error> {
+    let format = options.format();
+    match &options.increment {
+        Some(increment) => increment::target(
+            &options.to,
+            &IncrementTerms {
+                target: &increment.target,
+                format,
+                size,
+                backing_dirs: &options.backing_dirs,
+                data_files: &options.data_files,
+                allow_mounted: options.allow_mounted,
+                connecting,
+            },
+        ),
+        None => {
+            let overwrite =
+                OverwriteOptions { force: options.force, mounted: options.allow_mounted };
+            open::target(&options.to, &options.from, format, size, overwrite, connecting)
+        }
+    }
 }
 
 /// The failure `error`, after which what was written to `target` is dropped.
@@ -150,17 +182,15 @@ pub fn copy(
     cancel: &AtomicBool,
     report_progress: &mut dyn FnMut(Progress),
 ) -> Result<Report, Error> {
-    let connecting =
-        Connecting { connections: options.connections, certificates: options.tls_certs.as_deref() };
-    let mut source = source(options, connecting)?;
+    let (connections, certificates) = (options.connections, options.tls_certs.as_deref());
+    let connecting = Connecting { connections, certificates, bitmap: None };
+    let bitmap = options.increment.as_ref().map(|increment| increment.bitmap.as_str());
+    let mut source = source(options, Connecting { bitmap, ..connecting })?;
     let from = source.capabilities();
     let format = options.format();
     let first = first_bytes(&mut *source, cancel)?;
     format.check_signature(&options.to, &first)?;
-    let overwrite = OverwriteOptions { force: options.force, mounted: options.allow_mounted };
-    let target =
-        open::target(&options.to, &options.from, format, from.size, overwrite, connecting)?;
-    let Target { endpoint, kind, is_zero } = target;
+    let Target { endpoint, kind, is_zero } = target(options, from.size, connecting)?;
     let to = endpoint.capabilities();
     let alignment = from.alignment.max(to.alignment);
     let largest = REQUEST_BYTES.min(from.max_bytes).min(to.max_bytes);
@@ -181,6 +211,7 @@ pub fn copy(
         report_progress,
         last_report: None,
         has_written: false,
+        is_incremental: options.increment.is_some(),
     };
     let zeros = Zeros { block: zero_block, target_is_zero: is_zero };
     let is_in_place = matches!(kind, TargetKind::InPlace);
@@ -194,7 +225,7 @@ pub fn copy(
             endpoints.target = endpoint;
         }
         match verify::run(&mut endpoints, &options.to) {
-            Err(Error::Interrupted) if !matches!(kind, TargetKind::Replaced { .. }) => {
+            Err(Error::Interrupted) if matches!(kind, TargetKind::InPlace | TargetKind::Object) => {
                 let what = "interrupted: the copy is complete, but not compared to its end";
                 return Err(Error::at(&options.to, what));
             }
@@ -209,6 +240,7 @@ pub fn copy(
         target_size: to.size,
         data: counts.data,
         zero: counts.zero,
+        unchanged: counts.unchanged,
         lost,
         elapsed: begin.elapsed(),
     })

@@ -61,6 +61,8 @@ pub(crate) struct Endpoints<'a> {
     pub(crate) last_report: Option<Instant>,
     /// Whether a request that changes the target was submitted.
     pub(crate) has_written: bool,
+    /// Whether the source tells what is dirty, and the rest is on the target already.
+    pub(crate) is_incremental: bool,
 }
 
 impl Endpoints<'_> {
@@ -70,6 +72,9 @@ impl Endpoints<'_> {
             true => ZeroMap::unknown(self.size, self.alignment),
             false => ZeroMap::uniform(self.size, false),
         };
+        if self.is_incremental {
+            return ExtentIterator::incremental(self.size, zero_map(&*self.source));
+        }
         let target = match target_is_zero {
             true => ZeroMap::uniform(self.size, true),
             false => zero_map(&*self.target),

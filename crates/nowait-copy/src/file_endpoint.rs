@@ -38,7 +38,7 @@ pub(crate) enum Content {
     /// A new file that holds the disk's bytes themselves.
     Raw,
     /// An image; the handle holds its locks.
-    Image { _image: Image },
+    Image(Image),
     /// A new qcow2 image, which is only written.
     New(NewImage),
 }
@@ -84,7 +84,7 @@ impl NewImage {
 /// # Errors
 /// As [`open`].
 pub(crate) fn of_image(name: String, image: Image) -> Result<Box<dyn Endpoint>, Error> {
-    open(name, image.device(), Content::Image { _image: image })
+    open(name, image.device(), Content::Image(image))
 }
 
 /// An open disk as an endpoint. The queue is io_uring where the system allows it.
@@ -283,7 +283,7 @@ impl<Q: IoQueue> Endpoint for FileEndpoint<Q> {
             has_flush: true,
         };
         match &self.content {
-            Content::Raw | Content::Image { .. } => capabilities,
+            Content::Raw | Content::Image(_) => capabilities,
             Content::New(new) => Capabilities {
                 size: new.image.size(),
                 max_zero_bytes: 0,
@@ -342,10 +342,15 @@ impl<Q: IoQueue> Endpoint for FileEndpoint<Q> {
     }
 
     fn finish(&mut self) -> Result<(), Error> {
-        let Content::New(new) = &mut self.content else { return Ok(()) };
-        let written = new.image.finish(&new.file);
-        let what = |error| format!("cannot write the image's tables: {}", os_message(&error));
-        written.map_err(|error| Error::at(&self.name, what(error)))
+        let failed =
+            |why: String| Error::at(&self.name, format!("cannot write the image's tables: {why}"));
+        match &mut self.content {
+            Content::Raw => Ok(()),
+            Content::Image(image) => image.settle().map_err(|error| failed(reason(error.errno()))),
+            Content::New(new) => {
+                new.image.finish(&new.file).map_err(|error| failed(os_message(&error)))
+            }
+        }
     }
 
     fn poll_fds<'a>(&'a self, poll_fds: &mut Vec<(BorrowedFd<'a>, PollFlags)>) {

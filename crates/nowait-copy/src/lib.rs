@@ -23,10 +23,12 @@ mod first_bytes;
 mod transfer;
 mod verify;
 mod open;
+mod increment;
 mod copy;
 
 pub use copy::{Options, Phase, Progress, REQUEST_BYTES, Report, copy};
 pub use error::Error;
+pub use increment::{Increment, IncrementTarget};
 pub use lost_ranges::Lost;
 #[cfg(feature = "fuzz")]
 pub use nbd::fuzz;

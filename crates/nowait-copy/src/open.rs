@@ -47,6 +47,8 @@ pub(crate) enum TargetKind {
         /// The file that it replaces, held locked so that no other program begins to use it.
         _replaced: Option<File>,
     },
+    /// A new image on an earlier copy, under a temporary name until it is complete.
+    Overlay(AtomicFile),
     /// An object, which its endpoint makes visible when it is complete.
     Object,
 }
@@ -56,6 +58,7 @@ impl TargetKind {
     pub(crate) fn finish(self) -> Result<(), String> {
         match self {
             Self::InPlace | Self::Object => Ok(()),
+            Self::Overlay(file) => file.finish(),
             Self::Replaced { file, format, .. } => {
                 if format.format.is_raw() {
                     let mut first = [0; PROBE_BYTES];
@@ -108,7 +111,7 @@ pub(crate) fn source(
 }
 
 /// Opens an image of a store or of a Ceph cluster.
-fn remote_image(
+pub(crate) fn remote_image(
     location: &Location,
     options: &ChainOptions,
     remote: &RemoteOptions,
@@ -119,7 +122,7 @@ fn remote_image(
 }
 
 /// Opens an image. `path` is the current path of `location`.
-fn image(
+pub(crate) fn image(
     location: &Location,
     path: &Path,
     options: &ChainOptions,

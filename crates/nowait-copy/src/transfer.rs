@@ -27,6 +27,8 @@ pub(crate) struct Counts {
     pub(crate) data: u64,
     /// Bytes of the source that were zero.
     pub(crate) zero: u64,
+    /// Bytes that an incremental copy left alone.
+    pub(crate) unchanged: u64,
 }
 
 /// How zeros are handled.
@@ -159,6 +161,11 @@ impl Transfer<'_, '_> {
 
     fn submit(&mut self, piece: CopyExtent, memory: Option<IoBuffer>) {
         let CopyExtent { range, source_zero, target_zero } = piece;
+        if source_zero && self.extents.is_incremental {
+            self.counts.unchanged += range.len;
+            self.done += range.len;
+            return;
+        }
         if source_zero {
             self.counts.zero += range.len;
             if target_zero {

@@ -121,8 +121,12 @@ pub(crate) struct CopyExtent {
 /// Iterates over both disks from start to end.
 #[derive(Debug)]
 pub(crate) struct ExtentIterator {
+    /// In an incremental copy: the clean runs in place of those that are zero.
     pub(crate) source: ZeroMap,
     pub(crate) target: ZeroMap,
+    /// Whether the target has already all that is clean on the source, so that runs of one kind on the source are of the
+    /// same kind on the target.
+    pub(crate) is_incremental: bool,
     pos: u64,
     size: u64,
 }
@@ -130,7 +134,13 @@ pub(crate) struct ExtentIterator {
 impl ExtentIterator {
     /// Iterates over the first `size` bytes of both.
     pub(crate) fn new(size: u64, source: ZeroMap, target: ZeroMap) -> Self {
-        Self { source, target, pos: 0, size }
+        Self { source, target, is_incremental: false, pos: 0, size }
+    }
+
+    /// Iterates over `size` bytes, of which what is clean on the source is on the target already.
+    pub(crate) fn incremental(size: u64, clean: ZeroMap) -> Self {
+        let target = ZeroMap::uniform(size, false);
+        Self { is_incremental: true, ..Self::new(size, clean, target) }
     }
 
     /// The next piece, or `None` when the end is reached or a query must be answered first.
@@ -142,7 +152,8 @@ impl ExtentIterator {
         let end = source.end.min(target.end).min(self.size);
         let range = ByteRange::new(self.pos, end - self.pos);
         self.pos = end;
-        Some(CopyExtent { range, source_zero: source.zero, target_zero: target.zero })
+        let target_zero = if self.is_incremental { source.zero } else { target.zero };
+        Some(CopyExtent { range, source_zero: source.zero, target_zero })
     }
 
     /// Whether all pieces were returned.
@@ -186,6 +197,16 @@ mod tests {
         ];
         assert_eq!(pieces(&mut iterator), wanted);
         assert!(iterator.is_over());
+    }
+
+    #[test]
+    fn what_is_clean_is_left_alone_and_what_is_dirty_is_not_known_to_be_zero() {
+        let clean = answered(24 * KIB, &[extent(8 * KIB, true), extent(2 * KIB, false)]);
+        let mut iterator = ExtentIterator::incremental(24 * KIB, clean);
+        let wanted = [(0, 8 * KIB, true, true), (8 * KIB, 4 * KIB, false, false)];
+        assert_eq!(pieces(&mut iterator), wanted);
+        iterator.source.on_extents(&[extent(14 * KIB, true)]);
+        assert_eq!(pieces(&mut iterator), [(12 * KIB, 12 * KIB, true, true)]);
     }
 
     #[test]

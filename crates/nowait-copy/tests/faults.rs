@@ -33,6 +33,7 @@ fn options(from: &str, to: &str) -> Options {
         to_format_given: false,
         cluster_bytes: None,
         compression: None,
+        increment: None,
         force: false,
         allow_mounted: false,
         verify: false,

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
-use nowait_copy::Location;
+use nowait_copy::{Increment, IncrementTarget, Location};
 use nowait_image::{Compression, Format};
 
 use crate::args::image_args::{
@@ -14,6 +14,7 @@ use crate::args::image_args::{
     parse_new_format,
 };
 use crate::args::remote_args::AuthArgs;
+use nowait_daemon::config::start_bitmap::parse_name;
 use nowait_daemon::size;
 
 /// The largest block of the search for zeros, in bytes.
@@ -135,6 +136,33 @@ pub(crate) struct CopyArgs {
     #[arg(long, value_name = "TYPE", value_enum, requires = "compress")]
     compression: Option<CompressionType>,
 
+    /// Copy only what has changed since an earlier copy: what the dirty bitmap NAME of FROM, an NBD export of this or
+    /// another server, says
+    ///
+    /// The changes go into the earlier copy (--in-place), or into a new qcow2 image that stands on it (--to-backing). Both
+    /// must be as large as FROM. What a bitmap is, and when to begin the next one: docs/backup.md.
+    #[arg(long, value_name = "NAME", requires = "increment", value_parser = parse_name)]
+    bitmap: Option<String>,
+
+    /// With --bitmap: TO is the earlier copy, which is brought up to date
+    ///
+    /// A copy that is interrupted leaves it between the two: repeat it, with the same bitmap.
+    #[arg(long, group = "increment", requires = "bitmap")]
+    #[arg(conflicts_with_all = ["compress", "cluster_size", "rescue"])]
+    in_place: bool,
+
+    /// With --bitmap: TO is a new qcow2 image with the changes that stands on IMAGE, the earlier copy
+    ///
+    /// IMAGE is recorded as given: a relative name is relative to the directory of TO. An image that is not in that
+    /// directory needs --backing-dir.
+    #[arg(long, value_name = "IMAGE", group = "increment", requires = "bitmap")]
+    #[arg(conflicts_with_all = ["compress", "force", "rescue"])]
+    to_backing: Option<PathBuf>,
+
+    /// Format of the image of --to-backing: raw or qcow2; raw without it
+    #[arg(long, value_name = "FORMAT", requires = "to_backing", value_parser = parse_image_format)]
+    to_backing_format: Option<Format>,
+
     /// Look for zeros in FROM's data in blocks of SIZE, and leave holes for them; 0 for not at all
     ///
     /// Where TO is not known to be zero, zeros are made there without sending them if at least 64K
@@ -215,8 +243,12 @@ impl CopyArgs {
         for (is_wrong, why) in [
             (from_export && self.from_format.is_some_and(|it| !it.is_raw()), not_raw.as_str()),
             (
-                from_export && has_others,
+                from_export && has_others && self.bitmap.is_none(),
                 "an NBD URI names no other files: --backing-dir, --backing and --data-file",
+            ),
+            (
+                self.bitmap.is_some() && !from_export,
+                "--bitmap is for NBD exports, and FROM is none",
             ),
             (
                 self.tls_certs.is_some() && !has_tls,
@@ -241,6 +273,19 @@ impl CopyArgs {
             }
         }
         self.others.check(self.from_format)
+    }
+
+    /// What is copied, if that is not all of FROM.
+    pub(crate) fn increment(&self) -> Option<Increment> {
+        let bitmap = self.bitmap.clone()?;
+        let target = match &self.to_backing {
+            Some(backing) => IncrementTarget::Overlay {
+                backing: backing.clone(),
+                format: self.to_backing_format,
+            },
+            None => IncrementTarget::InPlace,
+        };
+        Some(Increment { bitmap, target })
     }
 
     /// How TO is compressed, if it is.
@@ -289,13 +334,17 @@ Examples:
     nowait copy backup.img 'nbd+unix:///disk?socket=/run/disk.sock'
     nowait copy nbds://backup.example/disk backup.img --tls-certs /etc/pki/client
 
+  Copy what has changed since Monday's copy, into that copy, or into an image of its own on it:
+    nowait copy nbd://backup.example/disk backup.img --bitmap monday --in-place
+    nowait copy nbd://backup.example/disk tuesday.qcow2 --bitmap monday --to-backing backup.img
+
   Put an image into a bucket, with credentials in the environment, and serve it from there:
     nowait copy disk.img s3://bucket/disk.img
     nowait serve s3://bucket/disk.img --read-only
 
 JSON keys:
   from, to, to_format, size_bytes, to_size_bytes, data_bytes (written),
-  zero_bytes (left or made zero), seconds, bytes_per_second, verified (true or false),
+  zero_bytes (left or made zero), unchanged_bytes (left as the earlier copy has them), seconds, bytes_per_second, verified (true or false),
   unreadable_bytes, unreadable (what is lost: an array of objects with offset and length, in bytes),
   unreadable_truncated (true where it has 10000 ranges and there were more)
 

@@ -47,6 +47,7 @@ pub(crate) fn run(args: &CopyArgs) -> Result<u8, CliError> {
         to_format_given: args.to_format.is_some(),
         cluster_bytes: args.cluster_size,
         compression: args.compression(),
+        increment: args.increment(),
         force: args.force,
         allow_mounted: args.allow_mounted,
         verify: args.verify,
@@ -160,6 +161,7 @@ fn in_json(args: &CopyArgs, report: &Report) -> Value {
         "to_size_bytes": report.target_size,
         "data_bytes": report.data,
         "zero_bytes": report.zero,
+        "unchanged_bytes": report.unchanged,
         "seconds": report.elapsed.as_secs_f64(),
         "bytes_per_second": bytes_per_second(report),
         "verified": args.verify,
@@ -180,8 +182,12 @@ fn in_words(args: &CopyArgs, report: &Report) -> String {
         }
         bytes => format!("the last {} of {to} are as they were\n", human(bytes)),
     };
+    let unchanged = match args.increment() {
+        Some(_) => format!(", {} unchanged", human(report.unchanged)),
+        None => String::new(),
+    };
     format!(
-        "copied {from} to {to}: {}, of them {} data and {} zeros, in {seconds:.1} s{verified}\n{rest}",
+        "copied {from} to {to}: {}, of them {} data and {} zeros{unchanged}, in {seconds:.1} s{verified}\n{rest}",
         human(report.size),
         human(report.data),
         human(report.zero),

@@ -21,6 +21,7 @@ mod completions_and_man;
 mod config_files;
 mod compromised_server;
 mod copy;
+mod copy_increments;
 mod copy_interrupted;
 mod copy_other_servers;
 mod copy_qcow2;

@@ -14,7 +14,7 @@ use rustix::event::PollFlags;
 use rustix::net::sockopt;
 use slab::Slab;
 
-use crate::nbd::pending_requests::{Pending, PendingReplies};
+use crate::nbd::pending_requests::{Pending, PendingReplies, StatusKind};
 
 /// The timeout for the connection and for each answer of the handshake.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
@@ -25,9 +25,10 @@ const RECEIVE_BYTES: usize = 4096;
 /// The requested size of the socket's send and receive buffers in bytes. The kernel may grant less.
 const SOCKET_BYTES: usize = 2 << 20;
 
-/// What is asked for in the handshake: the metadata context reports holes and zeros.
-pub(crate) const WANTED: Wanted<'static> =
-    Wanted { mode: ReplyMode::Structured, context: Some("base:allocation") };
+/// What is negotiated in the handshake, with the metadata context of block status.
+pub(crate) fn wanted(context: &str) -> Wanted<'_> {
+    Wanted { mode: ReplyMode::Structured, context: Some(context) }
+}
 
 /// A request that is to be sent.
 pub(crate) struct Outgoing {
@@ -49,6 +50,8 @@ pub(crate) struct Connection {
     number: usize,
     /// The id of its block status context.
     context: Option<u32>,
+    /// What that context tells.
+    kind: StatusKind,
     outgoing: VecDeque<Outgoing>,
     /// Bytes of the first outgoing request that the socket has taken.
     sent: usize,
@@ -57,8 +60,8 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    /// Connects to `address` and opens `export`, with TLS if there are `credentials`. `number` is
-    /// the connection's index.
+    /// Connects to `address` and opens `export`, with TLS if there are `credentials`. Block status is that of `bitmap`, or
+    /// of holes and zeros where there is none. `number` is the connection's index.
     ///
     /// # Errors
     /// A message that says why the connection failed.
@@ -66,9 +69,14 @@ impl Connection {
         address: &Address,
         credentials: Option<&Credentials>,
         export: &str,
+        bitmap: Option<&str>,
         number: usize,
     ) -> Result<(Self, Export), String> {
-        let (wanted, timeout, receive_bytes) = (WANTED, REPLY_TIMEOUT, RECEIVE_BYTES);
+        let (context, kind) = match bitmap {
+            Some(name) => (format!("qemu:dirty-bitmap:{name}"), StatusKind::Clean),
+            None => ("base:allocation".to_owned(), StatusKind::Zeros),
+        };
+        let (wanted, timeout, receive_bytes) = (wanted(&context), REPLY_TIMEOUT, RECEIVE_BYTES);
         let options =
             ConnectOptions { address, credentials, export, wanted, timeout, receive_bytes };
         let failed = |error: ClientError| failure(&error, export);
@@ -78,7 +86,7 @@ impl Connection {
         let _ = sockopt::set_socket_recv_buffer_size(&nbd, SOCKET_BYTES);
         nbd.set_nonblocking().map_err(|error| failed(error.into()))?;
         let (context, outgoing) = (found.context, VecDeque::new());
-        Ok((Self { nbd, number, context, outgoing, sent: 0, in_flight: 0 }, found))
+        Ok((Self { nbd, number, context, kind, outgoing, sent: 0, in_flight: 0 }, found))
     }
 
     /// Appends a request to the send queue.
@@ -129,8 +137,8 @@ impl Connection {
         pending: &mut Slab<Pending>,
         completed: &mut Vec<usize>,
     ) -> Result<(), String> {
-        let (connection, context) = (self.number, self.context);
-        let mut replies = PendingReplies { pending, connection, context, completed };
+        let (connection, context, kind) = (self.number, self.context, self.kind);
+        let mut replies = PendingReplies { pending, connection, context, kind, completed };
         loop {
             match self.nbd.receive(&mut replies) {
                 Ok(true) => {}

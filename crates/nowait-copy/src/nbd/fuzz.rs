@@ -10,8 +10,8 @@ use nowait_nbd::ReplyMode;
 use nowait_nbd::client::{self, HandshakeError, ReplyParser};
 use slab::Slab;
 
-use super::connection::WANTED;
-use crate::nbd::pending_requests::{Pending, PendingReplies};
+use super::connection::wanted;
+use crate::nbd::pending_requests::{Pending, PendingReplies, StatusKind};
 use nowait_nbd::client::failure;
 
 /// The metadata context id of block-status replies.
@@ -56,7 +56,7 @@ pub fn negotiate(bytes: &[u8]) -> Result<String, String> {
     let mut server = Server(bytes);
     let failed = |error: HandshakeError| failure(&error.into(), "disk");
     client::greet(&mut server).map_err(failed)?;
-    let export = client::choose(&mut server, "disk", WANTED).map_err(failed)?;
+    let export = client::choose(&mut server, "disk", wanted("base:allocation")).map_err(failed)?;
     Ok(format!("{export:?}"))
 }
 
@@ -83,7 +83,9 @@ pub fn replies<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> (Vec<Ended>, R
     for piece in pieces {
         let mut completed = Vec::new();
         let (all, context, done) = (&mut pending, Some(CONTEXT), &mut completed);
-        let mut replies = PendingReplies { pending: all, connection: 0, context, completed: done };
+        let kind = StatusKind::Zeros;
+        let mut replies =
+            PendingReplies { pending: all, connection: 0, context, kind, completed: done };
         let taken = parser.feed(piece, &mut replies);
         for cookie in completed {
             let Pending { memory, extents, .. } = pending.remove(cookie);

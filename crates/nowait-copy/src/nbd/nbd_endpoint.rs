@@ -42,12 +42,14 @@ pub(crate) struct Connecting<'a> {
     pub(crate) connections: usize,
     /// The directory with certificates, where the URI names none.
     pub(crate) certificates: Option<&'a Path>,
+    /// The dirty bitmap of the export of which block status tells what is clean; `None`: it tells what is zero.
+    pub(crate) bitmap: Option<&'a str>,
 }
 
 /// Connects to an export as an endpoint.
 ///
 /// # Errors
-/// The server cannot be reached, its certificate is not accepted, it refused the export, or
+/// The server cannot be reached, its certificate is not accepted, it refused the export, or has no such bitmap, or
 /// `writes` is true and the export is read-only.
 pub(crate) fn connect(
     uri: &NbdUri,
@@ -60,9 +62,13 @@ pub(crate) fn connect(
     let credentials = credentials.map_err(|error| failed(without_number(&error)))?;
     let connections = connecting.connections;
     let open = |number| {
-        Connection::open(&uri.address, credentials.as_ref(), &uri.export, number).map_err(failed)
+        let (address, bitmap) = (&uri.address, connecting.bitmap);
+        Connection::open(address, credentials.as_ref(), &uri.export, bitmap, number).map_err(failed)
     };
     let (first, export) = open(0)?;
+    if let (Some(bitmap), None) = (connecting.bitmap, export.context) {
+        return Err(Error::at(&location, format!("it has no dirty bitmap {bitmap}")));
+    }
     if writes && export.flags & nbd::FLAG_READ_ONLY != 0 {
         return Err(Error::at(&location, "the export is read-only"));
     }

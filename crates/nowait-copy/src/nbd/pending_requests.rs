@@ -76,6 +76,25 @@ fn pending_of(cookie: u64) -> usize {
     cookie as u32 as usize
 }
 
+/// What the flags of an extent tell.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StatusKind {
+    /// Where the disk reads as zeros (`base:allocation`).
+    Zeros,
+    /// Where it is unchanged (`qemu:dirty-bitmap:NAME`, in which bit 0 is set for what is dirty).
+    Clean,
+}
+
+impl StatusKind {
+    /// Whether an extent with these `flags` reads as zeros, or is clean.
+    fn is_hole(self, flags: u64) -> bool {
+        match self {
+            Self::Zeros => flags & u64::from(nbd::STATE_ZERO) != 0,
+            Self::Clean => flags & 1 == 0,
+        }
+    }
+}
+
 /// The pending requests of all connections, as one connection answers them.
 pub(crate) struct PendingReplies<'a> {
     pub(crate) pending: &'a mut Slab<Pending>,
@@ -83,6 +102,8 @@ pub(crate) struct PendingReplies<'a> {
     pub(crate) connection: usize,
     /// The id of its block status context.
     pub(crate) context: Option<u32>,
+    /// What that context tells.
+    pub(crate) kind: StatusKind,
     /// The indices of the requests that have completed.
     pub(crate) completed: &'a mut Vec<usize>,
 }
@@ -142,7 +163,7 @@ impl Replies for PendingReplies<'_> {
 
     /// Takes the extents within the range; the last one is cut at its end.
     fn status(&mut self, cookie: u64, context: u32, extents: Extents<'_>) -> Outcome<()> {
-        let own = self.context == Some(context);
+        let (own, kind) = (self.context == Some(context), self.kind);
         let request = self.request(cookie)?;
         if request.command != nbd::CMD_BLOCK_STATUS {
             return Err(BROKEN.into());
@@ -158,8 +179,7 @@ impl Replies for PendingReplies<'_> {
             }
             let len = len.min(left);
             if len > 0 {
-                let zero = flags & u64::from(nbd::STATE_ZERO) != 0;
-                request.extents.push(ExtentStatus::top(len, zero));
+                request.extents.push(ExtentStatus::top(len, kind.is_hole(flags)));
             }
             left -= len;
         }
@@ -270,10 +290,18 @@ mod tests {
 
     /// Receives `pieces`, and returns the requests that they complete.
     fn received(pieces: &[&[u8]], pending: &mut Slab<Pending>) -> Outcome<Vec<usize>> {
+        received_of(StatusKind::Zeros, pieces, pending)
+    }
+
+    fn received_of(
+        kind: StatusKind,
+        pieces: &[&[u8]],
+        pending: &mut Slab<Pending>,
+    ) -> Outcome<Vec<usize>> {
         let mut parser = ReplyParser::new(ReplyMode::Structured);
         let mut completed = Vec::new();
         let (context, all) = (Some(CONTEXT), &mut completed);
-        let mut replies = PendingReplies { pending, connection: 0, context, completed: all };
+        let mut replies = PendingReplies { pending, connection: 0, context, kind, completed: all };
         pieces.iter().try_for_each(|piece| parser.feed(piece, &mut replies))?;
         Ok(completed)
     }
@@ -301,6 +329,17 @@ mod tests {
         assert_eq!((bytes(0), bytes(3)), (&[1, 2, 0, 0, 0, 0, 3, 4][..], &[9, 8, 7][..]));
         let extents = [ExtentStatus::top(5, true), ExtentStatus::top(15, false)];
         assert_eq!(table[2].extents, extents);
+    }
+
+    #[test]
+    fn a_bitmap_tells_what_is_clean_by_its_first_bit() {
+        let mut table = Slab::new();
+        table.insert(pending(nbd::CMD_BLOCK_STATUS, 20));
+        let reply = status(0, CONTEXT, &[(5, 0), (6, 1), (4, 2), (100, 3)]);
+        assert_eq!(received_of(StatusKind::Clean, &[&reply], &mut table), Ok(vec![0]));
+        let clean = table[0].extents.iter().map(|extent| (extent.len, extent.hole));
+        let wanted = [(5, true), (6, false), (4, true), (5, false)];
+        assert_eq!(clean.collect::<Vec<_>>(), wanted);
     }
 
     #[test]

@@ -13,7 +13,7 @@ use crate::atomic_file::{AtomicFile, OverwritePolicy};
 use crate::base_version;
 use crate::chain::{Chain, ChainOptions, Locking};
 use crate::error::{ImageError, create_message};
-use crate::formats::driver::CreateTerms;
+use crate::formats::driver::{CreateTerms, Creation};
 use crate::formats::format::Format;
 use crate::formats::layer::BackingName;
 use crate::formats::qcow2::header::MAX_NAME_BYTES;
@@ -70,6 +70,15 @@ impl CreateOptions {
             features: Features::default(),
         }
     }
+
+    fn terms(&self) -> CreateTerms {
+        CreateTerms {
+            has_backing: self.backing.is_some(),
+            cluster_bytes: self.cluster_bytes,
+            preallocation: self.preallocation,
+            features: self.features,
+        }
+    }
 }
 
 /// Makes the image `path`. Returns the size of its disk in bytes.
@@ -83,17 +92,51 @@ pub fn create(path: &Path, options: &CreateOptions) -> Result<u64, ImageError> {
     let Some(creation) = &driver.create else {
         return Err(refused(options.format.cannot_be("made")));
     };
-    let terms = CreateTerms {
-        has_backing: options.backing.is_some(),
-        cluster_bytes: options.cluster_bytes,
-        preallocation: options.preallocation,
-        features: options.features,
-    };
+    let terms = options.terms();
     (creation.check)(terms).map_err(refused)?;
+    let file = new_file(path)?;
+    let size = write_into(&file, path, creation, terms, options)?;
+    file.finish().map_err(refused)?;
+    Ok(size)
+}
+
+/// Makes a qcow2 image that stands on the backing file of `options`, with all of its size, and that is to get the name
+/// `path` once it is complete. Returns it, and the size of its disk in bytes.
+///
+/// # Errors
+/// As [`create`]; a refusal without a backing file.
+pub fn create_overlay(
+    path: &Path,
+    options: &CreateOptions,
+) -> Result<(AtomicFile, u64), ImageError> {
+    let file = new_file(path)?;
+    let driver = options.format.driver();
+    let Some(creation) = driver.create.as_ref().filter(|_| options.backing.is_some()) else {
+        return Err(ImageError::refused(path, "an overlay needs a backing file"));
+    };
+    let terms = options.terms();
+    (creation.check)(terms).map_err(|why| ImageError::refused(path, why))?;
+    let size = write_into(&file, path, creation, terms, options)?;
+    Ok((file, size))
+}
+
+/// An empty file that is to be `path`, which must not exist.
+fn new_file(path: &Path) -> Result<AtomicFile, ImageError> {
+    let refused = |why: String| ImageError::refused(path, why);
     if fs::symlink_metadata(path).is_ok() {
         return Err(refused("there is such a file already (remove it first, with rm)".into()));
     }
-    let file = AtomicFile::create(path, 0, OverwritePolicy::Nothing).map_err(refused)?;
+    AtomicFile::create(path, 0, OverwritePolicy::Nothing).map_err(refused)
+}
+
+fn write_into(
+    file: &AtomicFile,
+    path: &Path,
+    creation: &Creation,
+    terms: CreateTerms,
+    options: &CreateOptions,
+) -> Result<u64, ImageError> {
+    let refused = |why: String| ImageError::refused(path, why);
     let backing = match &options.backing {
         Some(name) => Some(check_backing(path, name, options)?),
         None => None,
@@ -101,7 +144,7 @@ pub fn create(path: &Path, options: &CreateOptions) -> Result<u64, ImageError> {
     let Some(size) = options.size.or(backing.as_ref().map(|&(_, size)| size)) else {
         return Err(refused("a disk without a backing file needs a size".into()));
     };
-    let size = size.next_multiple_of(driver.size_unit);
+    let size = size.next_multiple_of(options.format.driver().size_unit);
     let backing = backing.map(|(backing, _)| backing);
     let written = (creation.write)(file.file(), size, backing, terms).map_err(refused)?;
     written.map_err(|error| explain(path, &error))?;
@@ -110,7 +153,6 @@ pub fn create(path: &Path, options: &CreateOptions) -> Result<u64, ImageError> {
         // Where it cannot be kept, it is told when the image is opened.
         let _ = base_version::check(file.file(), base, version, true)?;
     }
-    file.finish().map_err(refused)?;
     Ok(size)
 }
 
