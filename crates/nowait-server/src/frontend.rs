@@ -8,9 +8,9 @@ use std::time::Instant;
 
 use nowait::{Completion, Error, IoQueue, Token};
 
+use crate::frontend_kind::FrontendKind;
 use crate::loop_context::LoopContext;
 use crate::member::Member;
-use crate::statistics::FrontendKind;
 
 /// A frontend of a thread. Its members are what the thread schedules: the connections of NBD, the
 /// queues of a paravirtual device. They have numbers of the frontend's choice.

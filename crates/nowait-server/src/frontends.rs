@@ -3,16 +3,21 @@
 //! Invariant: numbers of members, tokens and tags end with the kind of their frontend, so that none gets
 //! the events and completions of another.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use nowait::{Completion, Error, IoQueue, Token};
 
 use crate::frontend::Frontend;
+use crate::frontend_kind::FrontendKind;
 use crate::loop_context::{KIND_BITS, LoopContext};
 use crate::member::Member;
+use crate::nbd::connection_channel::ConnectionChannel;
 use crate::nbd::nbd_frontend::NbdFrontend;
-use crate::statistics::FrontendKind;
+use crate::thread_handle::ThreadHandle;
+use crate::ublk::ublk_channel::UblkChannel;
 use crate::ublk::ublk_frontend::UblkFrontend;
+use crate::vhost_user::queue_channel::QueueChannel;
 use crate::vhost_user::vhost_frontend::VhostFrontend;
 
 /// The frontends of a thread. Tests put others into their places.
@@ -184,5 +189,33 @@ where
 
     fn change_pause(&mut self, context: &mut LoopContext<Q>, export: u32) {
         context.inside(NBD, |context| self.nbd.change_pause(context, export));
+    }
+}
+
+/// Ways from other threads to a thread.
+#[derive(Clone)]
+pub(crate) struct ThreadChannels {
+    pub(crate) connections: Arc<ConnectionChannel>,
+    pub(crate) queues: Arc<QueueChannel>,
+    pub(crate) ublk: Arc<UblkChannel>,
+}
+
+impl ThreadChannels {
+    /// The empty channels of a thread.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for its wake-up.
+    pub(crate) fn new() -> Result<Self, Error> {
+        let thread = Arc::new(ThreadHandle::new()?);
+        Ok(Self {
+            connections: Arc::new(ConnectionChannel::new(thread.clone())),
+            queues: Arc::new(QueueChannel::new(thread.clone())),
+            ublk: Arc::new(UblkChannel::new(thread)),
+        })
+    }
+
+    /// The thread.
+    pub(crate) fn thread(&self) -> &Arc<ThreadHandle> {
+        self.connections.thread()
     }
 }

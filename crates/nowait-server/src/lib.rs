@@ -13,6 +13,7 @@ mod refusal_log;
 mod latency;
 mod slow_requests;
 mod rate_limit;
+mod frontend_kind;
 mod statistics;
 mod block_size;
 mod dirty_bitmaps;
@@ -52,6 +53,7 @@ pub use dirty_bitmaps::bitmap_spec::{BitmapError, BitmapSpec, BitmapStatus, Rest
 pub use export::{Export, ExportId};
 pub use export_error::ExportError;
 pub use exports::{ExportChanges, ExportStatus, Exports};
+pub use frontend_kind::FrontendKind;
 pub use latency::Latencies;
 pub use nbd::connection_state::{ConnectionState, SplitState};
 #[cfg(feature = "fuzz")]
@@ -68,7 +70,7 @@ pub use server::{
 pub use server::{
     ServerBug, SimChange, SimParked, Simulated, SimulatedUblk, SimulatedVhost, die_after, inject,
 };
-pub use statistics::{FrontendKind, FrontendTotals, OpTotals};
+pub use statistics::{FrontendTotals, OpTotals};
 pub use threads::pause::{PausedExport, PausedServer};
 pub use ublk::device_set_up::UblkOptions;
 #[cfg(feature = "sim")]

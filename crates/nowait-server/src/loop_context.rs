@@ -17,13 +17,13 @@ use nowait::{
 use crate::buffer_budget::{BufferBudget, DeclaredUse};
 use crate::delayed_release::DelayedRelease;
 use crate::fairness::quantum_among;
+use crate::frontend_kind::FrontendKind;
 use crate::latency::Sampler;
 use crate::member::{Member, RunQueues};
 use crate::net::connection_limit::ConnectionLimit;
 use crate::served_export::{ServedExport, ServedExports};
 use crate::shared_export::ExportUse;
 use crate::slow_requests::{KEY_MASK, SlowRequests};
-use crate::statistics::FrontendKind;
 use crate::thread_handle::ThreadHandle;
 use crate::throttle::Throttle;
 

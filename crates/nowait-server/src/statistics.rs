@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use nowait::{Op, Stats};
 
+use crate::frontend_kind::FrontendKind;
 use crate::latency::{Latencies, LatencyCounters, Times};
 use crate::locking::lock;
 
@@ -39,32 +40,6 @@ const MECHANISMS: [Mechanism; 14] = [
 
 /// The counts of [`MECHANISMS`], in their order.
 pub(crate) type MechanismCounts = [u64; MECHANISMS.len()];
-
-/// How requests come to a server.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum FrontendKind {
-    /// Connections of NBD clients.
-    Nbd,
-    /// Queues of virtual machines.
-    VhostUser,
-    /// A local block device.
-    Ublk,
-}
-
-impl FrontendKind {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::Nbd, Self::VhostUser, Self::Ublk];
-
-    /// Its name for programs.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Nbd => "nbd",
-            Self::VhostUser => "vhost-user",
-            Self::Ublk => "ublk",
-        }
-    }
-}
 
 /// The requests of one operation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

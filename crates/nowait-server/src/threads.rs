@@ -18,11 +18,10 @@ use crate::buffer_budget::DeclaredUse;
 use crate::export::ExportId;
 use crate::export_error::ExportError;
 use crate::export_registry::Registry;
-use crate::frontends::Frontends;
+use crate::frontends::{Frontends, ThreadChannels};
 use crate::locking::lock;
 use crate::nbd::command;
 use crate::nbd::connection::HandoffConnection;
-use crate::nbd::connection_channel::ConnectionChannel;
 use crate::nbd::handshake::{ExportInfo, ExportList};
 use crate::nbd::nbd_frontend::NbdFrontend;
 use crate::nbd::negotiate::ExportDirectory;
@@ -35,7 +34,7 @@ use crate::registered_export::RegisteredExport;
 use crate::server_options::Options;
 use crate::shared_export::{ExportUse, NotServed};
 use crate::thread_handle::ThreadHandle;
-use crate::ublk::ublk_channel::{UblkChannel, UblkStart};
+use crate::ublk::ublk_channel::UblkStart;
 use crate::ublk::ublk_device::UblkDevice;
 use crate::ublk::ublk_frontend::UblkFrontend;
 use crate::vhost_user::control_thread::{self, ControlHandle, ControlServer, DeviceSocket};
@@ -53,34 +52,6 @@ pub(crate) enum ThreadEvent {
     ThreadFailed,
     /// No connection is left, and at least one client had chosen an export.
     LastClientLeft,
-}
-
-/// Ways from other threads to a thread.
-#[derive(Clone)]
-pub(crate) struct ThreadChannels {
-    pub(crate) connections: Arc<ConnectionChannel>,
-    pub(crate) queues: Arc<QueueChannel>,
-    pub(crate) ublk: Arc<UblkChannel>,
-}
-
-impl ThreadChannels {
-    /// The empty channels of a thread.
-    ///
-    /// # Errors
-    /// `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for its wake-up.
-    pub(crate) fn new() -> Result<Self, Error> {
-        let thread = Arc::new(ThreadHandle::new()?);
-        Ok(Self {
-            connections: Arc::new(ConnectionChannel::new(thread.clone())),
-            queues: Arc::new(QueueChannel::new(thread.clone())),
-            ublk: Arc::new(UblkChannel::new(thread)),
-        })
-    }
-
-    /// The thread.
-    pub(crate) fn thread(&self) -> &Arc<ThreadHandle> {
-        self.connections.thread()
-    }
 }
 
 /// The context of a thread that starts.

@@ -15,6 +15,7 @@ use rustix::io::Errno;
 use crate::buffer_budget::BufferBudget;
 use crate::dirty_bitmaps::BitmapName;
 use crate::export::ExportId;
+use crate::frontend_kind::FrontendKind;
 use crate::injected_bug;
 use crate::injected_bug::ServerBug;
 use crate::loop_context::{LoopContext, TOKEN_BITS};
@@ -31,7 +32,6 @@ use crate::net::peer::Peer;
 use crate::net::socket::Socket;
 use crate::refusal_log::{self, Refusal};
 use crate::shared_export::ExportUse;
-use crate::statistics::FrontendKind;
 
 /// The most requests of one connection, from their arrival until their reply has been sent.
 pub(crate) const MAX_REQUESTS: u32 = 1024;

@@ -12,6 +12,7 @@ use nowait::ByteRange;
 use crate::dirty_bitmaps::bitmap_spec::MAX_BITMAPS;
 use crate::dirty_bitmaps::{BitmapName, DirtyBitmaps};
 use crate::export::ExportId;
+use crate::frontend_kind::FrontendKind;
 use crate::nbd::command::TransmissionMode;
 use crate::nbd::connection::HandoffConnection;
 use crate::nbd::meta_context::Contexts;
@@ -22,7 +23,6 @@ use crate::nbd::write_split::SplitRest;
 use crate::net::connection_limit::ConnectionPermit;
 use crate::net::peer::Peer;
 use crate::net::socket::Socket;
-use crate::statistics::FrontendKind;
 
 /// A connection of an NBD client, between two processes.
 #[derive(Debug)]

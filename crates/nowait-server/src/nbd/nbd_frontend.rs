@@ -12,6 +12,7 @@ use slab::Slab;
 
 use crate::export::{ExportId, result};
 use crate::frontend::Frontend;
+use crate::frontend_kind::FrontendKind;
 use crate::injected_bug;
 use crate::injected_bug::ServerBug;
 use crate::loop_context::LoopContext;
@@ -32,7 +33,6 @@ use crate::nbd::write_split::SplitPolicy;
 use crate::net::acceptor::Acceptor;
 use crate::net::listener::Listener;
 use crate::refusal_log::{self, Refusal};
-use crate::statistics::FrontendKind;
 
 /// `POLL*` bits after which the peer sends nothing more.
 const RDHUP: i32 = (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR) as i32;

@@ -7,6 +7,7 @@
 use nowait::{IoQueue, Op, PooledBuffer, Request, injected_panic};
 use slab::Slab;
 
+use crate::frontend_kind::FrontendKind;
 use crate::loop_context::LoopContext;
 use crate::nbd::command;
 use crate::nbd::command::TransmissionMode;
@@ -18,7 +19,6 @@ use crate::nbd::session::{IncomingWrite, Phase, ReadState};
 use crate::nbd::wire::{ReplyMode, RequestHeader};
 use crate::nbd::write_split::SplitPolicy;
 use crate::refusal_log::{self, Refusal};
-use crate::statistics::FrontendKind;
 
 /// A request that the engine has accepted.
 pub(crate) struct InFlight {

@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::SystemTime;
 
 use crate::export::ExportId;
+use crate::frontend_kind::FrontendKind;
 use crate::locking::lock;
 use crate::rate_limit::ClientBuckets;
-use crate::statistics::FrontendKind;
 
 /// The permits of a server.
 pub(crate) struct ConnectionLimit {

@@ -9,9 +9,9 @@ use nowait::{Completion, IoQueue, Token};
 use slab::Slab;
 
 use crate::frontend::Frontend;
+use crate::frontend_kind::FrontendKind;
 use crate::loop_context::LoopContext;
 use crate::member::Member;
-use crate::statistics::FrontendKind;
 use crate::ublk::ublk_channel::{UblkChannel, UblkStart};
 use crate::ublk::ublk_queue::{GENERATIONS, UblkQueue, queue_and_tag};
 

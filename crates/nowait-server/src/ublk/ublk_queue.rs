@@ -15,11 +15,11 @@ use nowait::{
 };
 
 use crate::export::result;
+use crate::frontend_kind::FrontendKind;
 use crate::injected_bug::{ServerBug, injected};
 use crate::loop_context::{LoopContext, TOKEN_BITS};
 use crate::member::Member;
 use crate::served_export::ServedExport;
-use crate::statistics::FrontendKind;
 use crate::ublk::request_data::RequestData;
 use crate::ublk::request_descriptors::Descriptors;
 use crate::ublk::ublk_channel::{OnRemoved, UblkStart};

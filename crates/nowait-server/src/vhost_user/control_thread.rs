@@ -17,11 +17,11 @@ use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 
 use crate::export::ExportId;
 use crate::export_error::ExportError;
+use crate::frontend_kind::FrontendKind;
 use crate::locking::lock;
 use crate::net::connection_limit::ConnectionPermit;
 use crate::net::listener::Listener;
 use crate::net::peer::Peer;
-use crate::statistics::FrontendKind;
 use crate::vhost_user::config_change;
 use crate::vhost_user::device::vmm_state::VmmState;
 use crate::vhost_user::device::{Device, QueueThreads};

@@ -12,10 +12,10 @@ use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BL
 use vm_memory::GuestAddress;
 
 use crate::export::SECTOR_BYTES;
+use crate::frontend_kind::FrontendKind;
 use crate::injected_bug::{ServerBug, injected};
 use crate::loop_context::LoopContext;
 use crate::member::Member;
-use crate::statistics::FrontendKind;
 use crate::vhost_user::block_request::{
     BlockRequest, Kind, Malformed, RequestReader, SectorRange, status_of,
 };

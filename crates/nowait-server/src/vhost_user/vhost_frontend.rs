@@ -12,11 +12,11 @@ use slab::Slab;
 
 use crate::export::result;
 use crate::frontend::Frontend;
+use crate::frontend_kind::FrontendKind;
 use crate::injected_bug::{ServerBug, injected};
 use crate::loop_context::LoopContext;
 use crate::member::Member;
 use crate::shared_export::ExportUse;
-use crate::statistics::FrontendKind;
 use crate::vhost_user::block_request::{RequestReader, status_of};
 use crate::vhost_user::device_queue::{DeviceQueue, Phase, Step};
 use crate::vhost_user::queue_channel::{QueueChannel, QueueCommand, QueueId, QueueStart, signal};

@@ -14,10 +14,10 @@ use rustix::event::{EventfdFlags, eventfd};
 use slab::Slab;
 
 use crate::event_loop::tests::*;
+use crate::frontend_kind::FrontendKind;
 use crate::frontends::Frontends;
 use crate::loop_context::KIND_BITS;
 use crate::member::Member;
-use crate::statistics::FrontendKind;
 
 const QUANTUM: usize = 256 << 10;
 /// Bytes of the memory that the data of a ring are in.

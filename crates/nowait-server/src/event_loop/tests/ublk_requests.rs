@@ -15,9 +15,9 @@ use std::sync::mpsc::channel;
 use nowait::{AioThreadQueue, EventSource, IoBuffer, Outcome, QueueFile, QueueFull, Transfer};
 
 use crate::event_loop::tests::*;
+use crate::frontend_kind::FrontendKind;
 use crate::frontends::Frontends;
 use crate::rate_limit::{Limits, TokenBucket};
-use crate::statistics::FrontendKind;
 use crate::ublk::ublk_channel::UblkStart;
 use crate::ublk::ublk_cmd::{
     ABORTED, COMMIT_AND_FETCH_REQ, DESCRIPTOR_BYTES, F_ZERO_COPY, FETCH_REQ, IO_FUA,
