@@ -1,4 +1,6 @@
-//! An export and the sockets that it comes with.
+//! An export and the devices that it comes with.
+//!
+//! Invariant: a device is not served before the export is registered.
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
@@ -10,6 +12,7 @@ use nowait_image::Image;
 use crate::dirty_bitmaps::DirtyBitmaps;
 use crate::dirty_bitmaps::bitmap_spec::{BitmapError, BitmapSpec, RestoreError};
 use crate::export::Export;
+use crate::frontends::NewDevice;
 use crate::net::listener::Listener;
 use crate::server_options::ExportOptions;
 use crate::ublk::ublk_device::UblkDevice;
@@ -18,10 +21,8 @@ use crate::vhost_user::control_thread::DeviceSocket;
 /// An export that clients can choose.
 pub struct AnyExport {
     pub(crate) export: Arc<Export>,
-    /// The vhost-user sockets at which it is.
-    pub(crate) vhost_user: Vec<DeviceSocket>,
-    /// The local block device that it is.
-    pub(crate) ublk: Option<Arc<UblkDevice>>,
+    /// The devices that it is for other clients than NBD's.
+    pub(crate) devices: Vec<NewDevice>,
     pub(crate) bitmaps: DirtyBitmaps,
 }
 
@@ -30,7 +31,7 @@ impl AnyExport {
     #[must_use]
     pub fn new(export: Export) -> Self {
         let (export, bitmaps) = (Arc::new(export), DirtyBitmaps::default());
-        Self { export, vhost_user: Vec::new(), ublk: None, bitmaps }
+        Self { export, devices: Vec::new(), bitmaps }
     }
 
     /// The export of an open image, which has to stay open until the server has stopped.
@@ -47,25 +48,22 @@ impl AnyExport {
     /// The same, and it is a vhost-user-blk device for the virtual machines that connect to
     /// `listener`, a Unix socket: for one after the other.
     #[must_use]
-    pub fn at_vhost_user(mut self, listener: Listener) -> Self {
-        self.vhost_user.push(DeviceSocket::Listener(listener));
-        self
+    pub fn at_vhost_user(self, listener: Listener) -> Self {
+        self.with(NewDevice::VhostUser(DeviceSocket::Listener(listener)))
     }
 
     /// The same for the only virtual machine at the other end of `connection`. A server that clients
     /// can reach by nothing else stops when the machine has left.
     #[must_use]
-    pub fn at_vhost_user_connection(mut self, connection: UnixStream) -> Self {
-        self.vhost_user.push(DeviceSocket::Connected(connection));
-        self
+    pub fn at_vhost_user_connection(self, connection: UnixStream) -> Self {
+        self.with(NewDevice::VhostUser(DeviceSocket::Connected(connection)))
     }
 
     /// As [`AnyExport::at_vhost_user`], for the virtual machines whose VMMs listen at the Unix socket `path`, one after the other: it is
     /// connected to, every second until it is there, and again when the VMM has left.
     #[must_use]
-    pub fn at_listening_vmm(mut self, path: PathBuf) -> Self {
-        self.vhost_user.push(DeviceSocket::ConnectsTo(path));
-        self
+    pub fn at_listening_vmm(self, path: PathBuf) -> Self {
+        self.with(NewDevice::VhostUser(DeviceSocket::ConnectsTo(path)))
     }
 
     /// The same with a dirty bitmap, in which all changes are from the first on.
@@ -92,8 +90,12 @@ impl AnyExport {
 
     /// This export as the local block device `device`, too, whose queues the threads of the server serve.
     #[must_use]
-    pub fn at_ublk(mut self, device: Arc<UblkDevice>) -> Self {
-        self.ublk = Some(device);
+    pub fn at_ublk(self, device: Arc<UblkDevice>) -> Self {
+        self.with(NewDevice::Ublk(device))
+    }
+
+    fn with(mut self, device: NewDevice) -> Self {
+        self.devices.push(device);
         self
     }
 }

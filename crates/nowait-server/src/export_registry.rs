@@ -7,11 +7,12 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
+use nowait::Error;
+
 use crate::any_export::AnyExport;
 use crate::export::ExportId;
 use crate::export_error::ExportError;
 use crate::registered_export::RegisteredExport;
-use crate::vhost_user::control_thread::DeviceSocket;
 
 /// All exports of a server. The first one is the default.
 pub(crate) struct Registry(RwLock<Exports>);
@@ -27,32 +28,28 @@ impl Registry {
     /// The id of the default export.
     pub(crate) const DEFAULT: ExportId = ExportId(0);
 
-    /// The exports of `exports`. Also returns the vhost-user sockets that they come with.
-    pub(crate) fn new(
-        exports: impl IntoIterator<Item = AnyExport>,
-    ) -> (Self, Vec<(ExportId, DeviceSocket)>) {
-        let mut all = Exports { by_id: BTreeMap::new(), by_name: HashMap::new(), next: 0 };
-        let mut sockets = Vec::new();
-        for export in exports {
-            let (id, own) = all.add(export);
-            sockets.extend(own.into_iter().map(|socket| (id, socket)));
-        }
-        (Self(RwLock::new(all)), sockets)
-    }
-
-    /// Adds an export. Also returns the vhost-user sockets that it comes with.
+    /// The exports of `exports`.
     ///
     /// # Errors
-    /// [`ExportError::NameTaken`].
-    pub(crate) fn add(
-        &self,
-        export: AnyExport,
-    ) -> Result<(ExportId, Vec<DeviceSocket>), ExportError> {
+    /// As [`RegisteredExport::new`].
+    pub(crate) fn new(exports: impl IntoIterator<Item = AnyExport>) -> Result<Self, Error> {
+        let mut all = Exports { by_id: BTreeMap::new(), by_name: HashMap::new(), next: 0 };
+        for export in exports {
+            all.add(export)?;
+        }
+        Ok(Self(RwLock::new(all)))
+    }
+
+    /// Adds an export.
+    ///
+    /// # Errors
+    /// [`ExportError::NameTaken`]. [`ExportError::System`]: as [`RegisteredExport::new`].
+    pub(crate) fn add(&self, export: AnyExport) -> Result<Arc<RegisteredExport>, ExportError> {
         let mut exports = self.0.write().unwrap_or_else(PoisonError::into_inner);
         if exports.find(export.export.name()).is_some() {
             return Err(ExportError::NameTaken);
         }
-        Ok(exports.add(export))
+        exports.add(export).map_err(ExportError::System)
     }
 
     /// An export, unless it was removed and is not used any more.
@@ -96,10 +93,8 @@ impl Registry {
         if id == Self::DEFAULT {
             return Err(ExportError::IsDefault);
         }
-        match export.ublk_with_node() {
-            Some(device) => Err(ExportError::HasNode { node: device.node(), id: device.id() }),
-            None => Ok(export),
-        }
+        let refusal = export.devices().iter().find_map(|device| device.removal_refusal());
+        refusal.map_or(Ok(export), Err)
     }
 
     /// Lets no further client choose an export that is not used; [`Registry::wait_removed`] does the rest.
@@ -125,7 +120,7 @@ impl Registry {
     /// [`ExportError::NotFound`], [`ExportError::IsDefault`], [`ExportError::HasNode`].
     pub(crate) fn remove(&self, id: ExportId) -> Result<Arc<RegisteredExport>, ExportError> {
         let export = self.removable(id)?;
-        export.stop_controls();
+        export.stop_devices();
         export.remove();
         Ok(export)
     }
@@ -165,16 +160,16 @@ impl Registry {
 }
 
 impl Exports {
-    fn add(&mut self, export: AnyExport) -> (ExportId, Vec<DeviceSocket>) {
+    fn add(&mut self, export: AnyExport) -> Result<Arc<RegisteredExport>, Error> {
         let id = ExportId(self.next);
+        let registered = Arc::new(RegisteredExport::new(id, export)?);
         self.next += 1;
-        let name = export.export.name();
-        if self.find(name).is_none() {
-            self.by_name.insert(name.to_owned(), id);
+        let export = registered.export();
+        if self.find(export.name()).is_none() {
+            self.by_name.insert(export.name().to_owned(), id);
         }
-        let (registered, sockets) = RegisteredExport::new(id, export);
-        self.by_id.insert(id, Arc::new(registered));
-        (id, sockets)
+        self.by_id.insert(id, registered.clone());
+        Ok(registered)
     }
 
     /// The first export called `name` that clients can choose.

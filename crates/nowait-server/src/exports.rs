@@ -23,7 +23,7 @@ use crate::registered_export::RegisteredExport;
 use crate::statistics::FrontendTotals;
 use crate::threads::Shared;
 use crate::threads::pause::{PausedExport, PausedServer};
-use crate::vhost_user::control_thread::{DeviceSocket, PausedDevice};
+use crate::vhost_user::control_thread::PausedDevice;
 
 /// The time in which a thread that was woken up has published its counts.
 const PUBLISH_TIME: Duration = Duration::from_millis(2);
@@ -186,16 +186,14 @@ impl Exports {
     /// Adds an export.
     ///
     /// # Errors
-    /// [`ExportError::NameTaken`]. [`ExportError::System`]: the thread of a vhost-user socket could not be
-    /// started; then there is no such export.
+    /// [`ExportError::NameTaken`]. [`ExportError::System`]: a device of it could not be served; then there is no such export.
     pub fn add(&self, export: AnyExport) -> Result<ExportId, ExportError> {
-        let (id, vhost_user) = self.0.registry.add(export)?;
-        let serve = |socket| self.0.serve_devices(id, socket);
-        vhost_user.into_iter().try_for_each(serve).inspect_err(|_| {
+        let export = self.0.registry.add(export)?;
+        self.0.begin_devices(&export).map_err(ExportError::System).inspect_err(|_| {
             // It has no client; one that came this moment ends it later.
-            let _ = self.remove(id, Duration::ZERO);
+            let _ = self.remove(export.id, Duration::ZERO);
         })?;
-        Ok(id)
+        Ok(export.id)
     }
 
     /// Removes an export: no further client can choose it. Those that have are served until they
@@ -226,7 +224,7 @@ impl Exports {
     pub fn remove_unused(&self, id: ExportId, timeout: Duration) -> Result<(), ExportError> {
         let connected = || self.connections_of(id).count();
         let export = self.0.registry.remove_unused(id, connected)?;
-        export.stop_controls();
+        export.stop_devices();
         self.wait_removed(&export, timeout)
     }
 
@@ -407,7 +405,7 @@ impl Exports {
     /// # Errors
     /// [`ExportError::NotFound`]. [`ExportError::System`]: its thread could not be started.
     pub fn restore_device(&self, id: ExportId, device: PausedDevice) -> Result<(), ExportError> {
-        self.0.serve_devices(id, DeviceSocket::Paused(device))
+        self.0.add_device(id, device.into())
     }
 
     /// Asks the storage of every export for its size, and tells virtual machines and the block device

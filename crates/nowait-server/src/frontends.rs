@@ -1,7 +1,11 @@
-//! All frontends of a thread.
+//! The table of frontends: what a server has of each kind on a thread, and with an export.
 //!
 //! Invariant: numbers of members, tokens and tags end with the kind of their frontend, so that none gets
 //! the events and completions of another.
+
+pub(crate) mod export_device;
+mod vhost_export;
+mod ublk_export;
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -10,68 +14,153 @@ use nowait::{Completion, Error, IoQueue, Token};
 
 use crate::frontend::Frontend;
 use crate::frontend_kind::FrontendKind;
-use crate::loop_context::{KIND_BITS, LoopContext};
+use crate::frontends::export_device::ExportDevice;
+use crate::frontends::vhost_export::VhostExport;
+use crate::loop_context::LoopContext;
 use crate::member::Member;
 use crate::nbd::connection_channel::ConnectionChannel;
 use crate::nbd::nbd_frontend::NbdFrontend;
+use crate::nbd::negotiate::ExportDirectory;
+use crate::nbd::write_split::SplitPolicy;
+use crate::net::acceptor::Acceptor;
+use crate::net::connection_limit::ConnectionLimit;
+use crate::server_options::Options;
 use crate::thread_handle::ThreadHandle;
 use crate::ublk::ublk_channel::UblkChannel;
+use crate::ublk::ublk_device::UblkDevice;
 use crate::ublk::ublk_frontend::UblkFrontend;
+use crate::vhost_user::control_thread::{DeviceSocket, PausedDevice};
 use crate::vhost_user::queue_channel::QueueChannel;
 use crate::vhost_user::vhost_frontend::VhostFrontend;
 
-/// The frontends of a thread. Tests put others into their places.
-pub(crate) struct Frontends<N = NbdFrontend, V = VhostFrontend, U = UblkFrontend> {
-    pub(crate) nbd: N,
-    pub(crate) vhost: V,
-    pub(crate) ublk: U,
+/// A row for each kind: its field, its frontend on a thread with the parameter for another one in its place, and its channel
+/// from other threads. `$d` is a dollar, for the macros that are made of the rows.
+macro_rules! table {
+    ($d:tt $($kind:ident: $field:ident, $parameter:ident = $frontend:ty, $channel:ty;)*) => {
+        /// The frontends of a thread. Tests put others into their places.
+        pub(crate) struct Frontends<$($parameter = $frontend),*> {
+            $(pub(crate) $field: $parameter,)*
+        }
+
+        /// Ways from other threads to a thread.
+        #[derive(Clone)]
+        pub(crate) struct ThreadChannels {
+            thread: Arc<ThreadHandle>,
+            $(pub(crate) $field: Arc<$channel>,)*
+        }
+
+        impl ThreadChannels {
+            /// The empty channels of a thread.
+            ///
+            /// # Errors
+            /// `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for its wake-up.
+            pub(crate) fn new() -> Result<Self, Error> {
+                let thread = Arc::new(ThreadHandle::new()?);
+                Ok(Self { $($field: Arc::new(<$channel>::new(thread.clone())),)* thread })
+            }
+        }
+
+        /// Calls the frontend of a number, within its place; the number is one of the frontend then.
+        macro_rules! of_number {
+            ($d self:ident, $d context:ident, $d number:ident, $d it:ident => $d call:expr) => {{
+                let kind = FrontendKind::of_number($d number as u64);
+                let $d number = $d number >> FrontendKind::BITS;
+                $d context.inside(kind, |$d context| match kind {
+                    $(FrontendKind::$kind => {
+                        let $d it = &mut $d self.$field;
+                        $d call
+                    })*
+                })
+            }};
+            ($d self:ident, $d number:ident, ($d($d borrow:tt)+) $d it:ident => $d call:expr) => {{
+                let kind = FrontendKind::of_number($d number as u64);
+                let $d number = $d number >> FrontendKind::BITS;
+                match kind {
+                    $(FrontendKind::$kind => {
+                        let $d it = $d($d borrow)+ $d self.$field;
+                        $d call
+                    })*
+                }
+            }};
+        }
+
+        /// Calls each frontend, within its place if there is a context.
+        macro_rules! each {
+            ($d self:ident, $d context:ident, $d it:ident => $d call:expr) => {
+                $($d context.inside(FrontendKind::$kind, |$d context| {
+                    let $d it = &mut $d self.$field;
+                    $d call
+                });)*
+            };
+            ($d self:ident, ($d($d borrow:tt)+) $d it:ident => $d call:expr) => {
+                $({
+                    let $d it = $d($d borrow)+ $d self.$field;
+                    $d call
+                })*
+            };
+        }
+    };
 }
 
-/// Calls the frontend of a number, within its place; the number is one of the frontend then.
-macro_rules! of_number {
-    ($self:ident, $context:ident, $number:ident, $frontend:ident => $call:expr) => {{
-        let kind = ($number as u64) & KINDS;
-        let $number = $number >> KIND_BITS;
-        $context.inside(kind, |$context| match kind {
-            NBD => {
-                let $frontend = &mut $self.nbd;
-                $call
-            }
-            VHOST => {
-                let $frontend = &mut $self.vhost;
-                $call
-            }
-            _ => {
-                let $frontend = &mut $self.ublk;
-                $call
-            }
+table! { $
+    Nbd: nbd, N = NbdFrontend, ConnectionChannel;
+    VhostUser: vhost, V = VhostFrontend, QueueChannel;
+    Ublk: ublk, U = UblkFrontend, UblkChannel;
+}
+
+impl Frontends {
+    /// The frontends of the thread of `channels`, of a server with the exports of `directory`.
+    pub(crate) fn new(
+        channels: &ThreadChannels,
+        directory: Arc<dyn ExportDirectory>,
+        limit: Arc<ConnectionLimit>,
+        options: &Options,
+    ) -> Self {
+        let Options { tls, split_bytes, config, .. } = options.clone();
+        let split = SplitPolicy { fragment_bytes: split_bytes, strict: config.strict };
+        let acceptor = Acceptor::new(Vec::new(), limit);
+        Self {
+            nbd: NbdFrontend::new(directory, channels.nbd.clone(), acceptor, tls, split),
+            vhost: VhostFrontend::new(channels.vhost.clone()),
+            ublk: UblkFrontend::new(channels.ublk.clone()),
+        }
+    }
+}
+
+/// A device that an export comes with, for clients of another kind than NBD's.
+pub(crate) enum NewDevice {
+    /// Of virtual machines.
+    VhostUser(DeviceSocket),
+    /// Of this host.
+    Ublk(Arc<UblkDevice>),
+}
+
+impl NewDevice {
+    /// The device, which is not served yet.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for it.
+    pub(crate) fn of_export(self) -> Result<Arc<dyn ExportDevice>, Error> {
+        Ok(match self {
+            Self::VhostUser(socket) => Arc::new(VhostExport::new(socket)?),
+            Self::Ublk(device) => device,
         })
-    }};
+    }
 }
 
-/// Calls each frontend within its place.
-macro_rules! each {
-    ($self:ident, $context:ident, $frontend:ident => $call:expr) => {{
-        $context.inside(NBD, |$context| {
-            let $frontend = &mut $self.nbd;
-            $call
-        });
-        $context.inside(VHOST, |$context| {
-            let $frontend = &mut $self.vhost;
-            $call
-        });
-        $context.inside(UBLK, |$context| {
-            let $frontend = &mut $self.ublk;
-            $call
-        });
-    }};
+/// The device of another process.
+impl From<PausedDevice> for NewDevice {
+    fn from(device: PausedDevice) -> Self {
+        Self::VhostUser(DeviceSocket::Paused(device))
+    }
 }
 
-const NBD: u64 = FrontendKind::Nbd as u64;
-const VHOST: u64 = FrontendKind::VhostUser as u64;
-const UBLK: u64 = FrontendKind::Ublk as u64;
-const KINDS: u64 = (1 << KIND_BITS) - 1;
-const _: () = assert!(FrontendKind::ALL.len() as u64 <= KINDS + 1);
+impl ThreadChannels {
+    /// The thread.
+    pub(crate) fn thread(&self) -> &Arc<ThreadHandle> {
+        &self.thread
+    }
+}
 
 impl<Q, N, V, U> Frontend<Q> for Frontends<N, V, U>
 where
@@ -81,9 +170,11 @@ where
     U: Frontend<Q>,
 {
     fn begin(&mut self, context: &mut LoopContext<Q>) -> Result<(), Error> {
-        context.inside(NBD, |context| self.nbd.begin(context))?;
-        context.inside(VHOST, |context| self.vhost.begin(context))?;
-        context.inside(UBLK, |context| self.ublk.begin(context))
+        let mut begun = Ok(());
+        each!(self, context, frontend => if begun.is_ok() {
+            begun = frontend.begin(context);
+        });
+        begun
     }
 
     fn on_wake(&mut self, context: &mut LoopContext<Q>) {
@@ -101,27 +192,17 @@ where
 
     #[inline]
     fn kind(&self, member: usize) -> FrontendKind {
-        match member as u64 & KINDS {
-            NBD => FrontendKind::Nbd,
-            VHOST => FrontendKind::VhostUser,
-            _ => FrontendKind::Ublk,
-        }
+        FrontendKind::of_number(member as u64)
     }
 
     #[inline]
     fn is_limited(&self, member: usize) -> bool {
-        let number = member >> KIND_BITS;
-        member as u64 & KINDS != NBD || self.nbd.is_limited(number)
+        of_number!(self, member, (&) frontend => frontend.is_limited(member))
     }
 
     #[inline]
     fn member(&mut self, member: usize) -> Option<&mut Member> {
-        let number = member >> KIND_BITS;
-        match member as u64 & KINDS {
-            NBD => self.nbd.member(number),
-            VHOST => self.vhost.member(number),
-            _ => self.ublk.member(number),
-        }
+        of_number!(self, member, (&mut) frontend => frontend.member(member))
     }
 
     #[inline]
@@ -147,40 +228,45 @@ where
     }
 
     fn end_iteration(&mut self, context: &mut LoopContext<Q>) {
-        context.inside(VHOST, |context| self.vhost.end_iteration(context));
-        context.inside(UBLK, |context| self.ublk.end_iteration(context));
+        each!(self, context, frontend => frontend.end_iteration(context));
     }
 
     fn has_work(&self) -> bool {
-        self.nbd.has_work() || self.ublk.has_work()
+        let mut has_work = false;
+        each!(self, (&) frontend => has_work = has_work || frontend.has_work());
+        has_work
     }
 
     #[inline]
     fn deadline(&self) -> Option<Instant> {
-        self.nbd.deadline()
+        let mut first = None;
+        each!(self, (&) frontend => first = earlier(first, frontend.deadline()));
+        first
     }
 
     fn expire(&mut self, context: &mut LoopContext<Q>, now: Instant) {
-        context.inside(NBD, |context| self.nbd.expire(context, now));
+        each!(self, context, frontend => frontend.expire(context, now));
     }
 
     fn watch_memory(&mut self, context: &LoopContext<Q>, now: Instant) {
-        self.nbd.watch_memory(context, now);
+        each!(self, (&mut) frontend => frontend.watch_memory(context, now));
     }
 
     #[inline]
     fn has_arrived(&self) -> bool {
-        self.vhost.has_arrived()
+        let mut has_arrived = false;
+        each!(self, (&) frontend => has_arrived = has_arrived || frontend.has_arrived());
+        has_arrived
     }
 
     fn poll(&mut self, context: &mut LoopContext<Q>) {
-        context.inside(NBD, |context| self.nbd.poll(context));
+        each!(self, context, frontend => frontend.poll(context));
     }
 
     fn before_sleep(&mut self, context: &mut LoopContext<Q>) -> bool {
-        let nbd = context.inside(NBD, |context| self.nbd.before_sleep(context));
-        let vhost = context.inside(VHOST, |context| self.vhost.before_sleep(context));
-        nbd || vhost
+        let mut has_work = false;
+        each!(self, context, frontend => has_work |= frontend.before_sleep(context));
+        has_work
     }
 
     fn begin_shutdown(&mut self, context: &mut LoopContext<Q>) {
@@ -188,34 +274,15 @@ where
     }
 
     fn change_pause(&mut self, context: &mut LoopContext<Q>, export: u32) {
-        context.inside(NBD, |context| self.nbd.change_pause(context, export));
+        each!(self, context, frontend => frontend.change_pause(context, export));
     }
 }
 
-/// Ways from other threads to a thread.
-#[derive(Clone)]
-pub(crate) struct ThreadChannels {
-    pub(crate) connections: Arc<ConnectionChannel>,
-    pub(crate) queues: Arc<QueueChannel>,
-    pub(crate) ublk: Arc<UblkChannel>,
-}
-
-impl ThreadChannels {
-    /// The empty channels of a thread.
-    ///
-    /// # Errors
-    /// `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for its wake-up.
-    pub(crate) fn new() -> Result<Self, Error> {
-        let thread = Arc::new(ThreadHandle::new()?);
-        Ok(Self {
-            connections: Arc::new(ConnectionChannel::new(thread.clone())),
-            queues: Arc::new(QueueChannel::new(thread.clone())),
-            ublk: Arc::new(UblkChannel::new(thread)),
-        })
-    }
-
-    /// The thread.
-    pub(crate) fn thread(&self) -> &Arc<ThreadHandle> {
-        self.connections.thread()
+/// The first of two times, of which there may be none.
+#[inline(always)]
+fn earlier(one: Option<Instant>, other: Option<Instant>) -> Option<Instant> {
+    match (one, other) {
+        (Some(one), Some(other)) => Some(one.min(other)),
+        _ => one.or(other),
     }
 }

@@ -63,10 +63,7 @@ pub(crate) struct LoopContext<Q: IoQueue> {
     place: Place,
 }
 
-/// Bits of a number that name its frontend, where a thread has several.
-pub(crate) const KIND_BITS: u32 = 2;
-
-/// The place of a frontend among those of a thread: its numbers are shifted by [`KIND_BITS`], and end
+/// The place of a frontend among those of a thread: its numbers are shifted by [`FrontendKind::BITS`], and end
 /// with its kind. The only frontend of a thread has its numbers as they are.
 #[derive(Clone, Copy, Default)]
 struct Place {
@@ -311,10 +308,11 @@ impl<Q: IoQueue> LoopContext<Q> {
         FD_TOKEN | self.place.number(token)
     }
 
-    /// Calls the frontend of a `kind` below 4, of several.
+    /// Calls the frontend of a kind, of several.
     #[inline]
-    pub(crate) fn inside<T>(&mut self, kind: u64, call: impl FnOnce(&mut Self) -> T) -> T {
-        let outside = std::mem::replace(&mut self.place, Place { shift: KIND_BITS, kind });
+    pub(crate) fn inside<T>(&mut self, kind: FrontendKind, call: impl FnOnce(&mut Self) -> T) -> T {
+        let place = Place { shift: FrontendKind::BITS, kind: kind as u64 };
+        let outside = std::mem::replace(&mut self.place, place);
         let result = call(self);
         self.place = outside;
         result

@@ -16,8 +16,8 @@ use crate::net::listener::Listener;
 use crate::server_options::Options;
 use crate::threads::{Shared, ThreadContext, ThreadEvent};
 
-/// Starts the threads, of which the first one accepts connections from `listeners`, and the queues of
-/// local block devices. Returns when they serve.
+/// Starts the threads, of which the first one accepts connections from `listeners`, and the
+/// devices of the exports. Returns when they serve.
 ///
 /// # Errors
 /// `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: a thread or its queue could not be started; others may run.
@@ -38,8 +38,7 @@ pub(crate) fn start(shared: &Arc<Shared>, listeners: Vec<Listener>) -> Result<()
     drop(started);
     all_started.iter().collect::<Result<(), _>>()?;
     shared.listen(listeners);
-    let with_ublk = shared.registry.all();
-    with_ublk.iter().try_for_each(|export| shared.start_ublk_queues(export))
+    shared.registry.all().iter().try_for_each(|export| shared.begin_devices(export))
 }
 
 /// Serves until the server stops.

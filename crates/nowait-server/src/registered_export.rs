@@ -1,4 +1,4 @@
-//! An export as the server knows it: what its threads share, its sockets and devices, and what waits for
+//! An export as the server knows it: what its threads share, its devices, and what waits for
 //! the end of a pause.
 //!
 //! Invariant: what waits for an export that is paused is in its list, or on a thread; the list ends with
@@ -6,25 +6,23 @@
 
 use std::ops::Deref;
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+
+use nowait::Error;
 
 use crate::any_export::AnyExport;
 use crate::export::ExportId;
-use crate::export_error::ExportError;
+use crate::frontends::NewDevice;
+use crate::frontends::export_device::ExportDevice;
 use crate::locking::lock;
 use crate::nbd::connection::HandoffConnection;
 use crate::net::listener::Listener;
 use crate::shared_export::SharedExport;
-use crate::ublk::ublk_device::UblkDevice;
-use crate::vhost_user::control_thread::{ControlHandle, DeviceSocket, PausedDevice};
 
 /// A registered export.
 pub(crate) struct RegisteredExport {
     shared: Arc<SharedExport>,
-    /// Threads of its vhost-user sockets.
-    controls: Mutex<Vec<Arc<ControlHandle>>>,
-    /// The local block device that it is.
-    pub(crate) ublk: Option<Arc<UblkDevice>>,
+    /// The devices that it is for other clients than NBD's.
+    devices: Mutex<Vec<Arc<dyn ExportDevice>>>,
     /// Connections and listeners that wait for the end of a pause.
     waiting: Mutex<Option<Waiting>>,
 }
@@ -38,12 +36,15 @@ pub(crate) struct Waiting {
 }
 
 impl RegisteredExport {
-    /// The export, and the sockets that it comes with.
-    pub(crate) fn new(id: ExportId, export: AnyExport) -> (Self, Vec<DeviceSocket>) {
-        let AnyExport { export, vhost_user, ublk, bitmaps } = export;
+    /// The export with its devices, which are not served yet.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for a device.
+    pub(crate) fn new(id: ExportId, export: AnyExport) -> Result<Self, Error> {
+        let AnyExport { export, devices, bitmaps } = export;
+        let devices = devices.into_iter().map(NewDevice::of_export).collect::<Result<_, _>>()?;
         let shared = Arc::new(SharedExport::new(id, export, bitmaps));
-        let (controls, waiting) = Default::default();
-        (Self { shared, controls, ublk, waiting }, vhost_user)
+        Ok(Self { shared, devices: Mutex::new(devices), waiting: Mutex::default() })
     }
 
     /// The part that its threads share.
@@ -51,56 +52,19 @@ impl RegisteredExport {
         &self.shared
     }
 
-    /// The local block device that it is, unless that waits for another server.
-    pub(crate) fn live_ublk(&self) -> Option<&Arc<UblkDevice>> {
-        self.ublk.as_ref().filter(|device| !device.is_lost())
+    /// The devices that it is.
+    pub(crate) fn devices(&self) -> Vec<Arc<dyn ExportDevice>> {
+        lock(&self.devices).clone()
     }
 
-    /// Its local block device, unless another process has removed the node.
-    pub(crate) fn ublk_with_node(&self) -> Option<&Arc<UblkDevice>> {
-        self.live_ublk().filter(|device| device.has_node())
+    /// It is one device more.
+    pub(crate) fn add_device(&self, device: Arc<dyn ExportDevice>) {
+        lock(&self.devices).push(device);
     }
 
-    /// Notes the thread of a vhost-user socket, which [`RegisteredExport::stop_controls`] ends.
-    pub(crate) fn add_control(&self, handle: Arc<ControlHandle>) {
-        lock(&self.controls).push(handle);
-    }
-
-    /// Tells the VMMs at the vhost-user sockets that the device has another size.
-    pub(crate) fn tell_vmms(&self) {
-        let controls = lock(&self.controls);
-        controls.iter().for_each(|handle| handle.tell_config_change());
-    }
-
-    /// Threads of its vhost-user sockets.
-    pub(crate) fn controls(&self) -> Vec<Arc<ControlHandle>> {
-        lock(&self.controls).clone()
-    }
-
-    /// The devices of virtual machines, which are suspended, for another process. As
-    /// [`ControlHandle::freeze`].
-    pub(crate) fn freeze_devices(
-        &self,
-        soon: Instant,
-        deadline: Instant,
-    ) -> Result<Vec<PausedDevice>, ExportError> {
-        self.controls().iter().map(|handle| handle.freeze(soon, deadline)).collect()
-    }
-
-    /// Another process serves the frozen devices.
-    pub(crate) fn release_devices(&self) {
-        lock(&self.controls).iter().for_each(|handle| handle.release());
-    }
-
-    /// Starts the queues of the virtual machines again.
-    pub(crate) fn resume_devices(&self) {
-        self.controls().iter().for_each(|handle| handle.resume());
-    }
-
-    /// Ends the threads of the vhost-user sockets.
-    pub(crate) fn stop_controls(&self) {
-        let controls = lock(&self.controls);
-        controls.iter().for_each(|handle| handle.stop());
+    /// Its devices take no further client.
+    pub(crate) fn stop_devices(&self) {
+        self.devices().iter().for_each(|device| device.stop());
     }
 
     /// No use begins until [`RegisteredExport::end_pause`]; connections wait. The threads have to look at

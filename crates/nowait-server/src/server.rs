@@ -13,8 +13,8 @@ use nowait::{Error, Operation};
 use crate::any_export::AnyExport;
 #[cfg(feature = "sim")]
 pub use crate::event_loop::{SimChange, SimParked, Simulated, SimulatedUblk, SimulatedVhost};
-use crate::export_error::ExportError;
 use crate::exports::Exports;
+use crate::frontends::export_device::ExportDevice;
 #[cfg(feature = "sim")]
 pub use crate::injected_bug::{ServerBug, inject};
 #[cfg(feature = "sim")]
@@ -24,7 +24,6 @@ pub use crate::net::listener::Listener;
 use crate::reactor;
 pub use crate::server_options::{ExportOptions, Options};
 use crate::threads::{Shared, ThreadEvent};
-use crate::ublk::ublk_device::UblkDevice;
 
 /// The state in which a server stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,13 +74,8 @@ impl Server {
         options: Options,
     ) -> Result<Self, Error> {
         let (sender, events) = channel();
-        let (shared, sockets) = Shared::new(exports, options, sender)?;
-        let shared = Arc::new(shared);
-        let serve_devices = |()| {
-            let mut sockets = sockets.into_iter();
-            sockets.try_for_each(|(id, socket)| shared.serve_devices(id, socket)).map_err(os_error)
-        };
-        match reactor::start(&shared, listeners).and_then(serve_devices) {
+        let shared = Arc::new(Shared::new(exports, options, sender)?);
+        match reactor::start(&shared, listeners) {
             Ok(()) => Ok(Self { shared, events }),
             Err(error) => {
                 shared.stop();
@@ -136,7 +130,7 @@ impl Server {
                 }
             }
         }
-        self.stop_ublk_devices(timeout);
+        self.shut_devices_down(timeout);
         let deadline = Instant::now() + timeout;
         while self.shared.running() > 0 {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -149,27 +143,20 @@ impl Server {
         Ok(ShutdownReport { unfinished: self.shared.in_flight(), handed_over: false })
     }
 
-    /// Waits at most `timeout` for the users of all local block devices together.
-    fn stop_ublk_devices(&self, timeout: Duration) {
+    /// Waits at most `timeout` for the users of all local devices together.
+    fn shut_devices_down(&self, timeout: Duration) {
         let shared = &*self.shared;
-        let stop = move |device: &UblkDevice| device.stop(timeout, || shared.wake_threads());
+        let stop =
+            move |device: &dyn ExportDevice| device.shut_down(timeout, &|| shared.wake_threads());
         std::thread::scope(|scope| {
-            for device in shared.ublk_devices() {
+            for device in shared.local_devices() {
                 let stopping = device.clone();
                 let thread = std::thread::Builder::new();
                 // Without a thread of its own it waits for the one before.
-                if thread.spawn_scoped(scope, move || stop(&stopping)).is_err() {
-                    stop(&device);
+                if thread.spawn_scoped(scope, move || stop(&*stopping)).is_err() {
+                    stop(&*device);
                 }
             }
         });
-    }
-}
-
-/// The error of the system; each export of a server that starts is there.
-fn os_error(error: ExportError) -> Error {
-    match error {
-        ExportError::System(error) | ExportError::Storage(error) => error,
-        _ => Error::new(libc::EINVAL, Operation::SetUp),
     }
 }

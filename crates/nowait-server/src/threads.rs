@@ -8,25 +8,23 @@ pub(crate) mod pause;
 mod tests;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 
 use nowait::{Budget, Error, Operation, Uring, WorkerPool};
 
 use crate::any_export::AnyExport;
 use crate::buffer_budget::DeclaredUse;
-use crate::export::ExportId;
+use crate::export::{Export, ExportId};
 use crate::export_error::ExportError;
 use crate::export_registry::Registry;
-use crate::frontends::{Frontends, ThreadChannels};
+use crate::frontends::export_device::{DeviceServer, ExportDevice};
+use crate::frontends::{Frontends, NewDevice, ThreadChannels};
 use crate::locking::lock;
 use crate::nbd::command;
 use crate::nbd::connection::HandoffConnection;
 use crate::nbd::handshake::{ExportInfo, ExportList};
-use crate::nbd::nbd_frontend::NbdFrontend;
 use crate::nbd::negotiate::ExportDirectory;
-use crate::nbd::write_split::SplitPolicy;
-use crate::net::acceptor::Acceptor;
 use crate::net::connection_limit::{ConnectionLimit, ConnectionPermit};
 use crate::net::listener::Listener;
 use crate::refusal_log;
@@ -34,13 +32,6 @@ use crate::registered_export::RegisteredExport;
 use crate::server_options::Options;
 use crate::shared_export::{ExportUse, NotServed};
 use crate::thread_handle::ThreadHandle;
-use crate::ublk::ublk_channel::UblkStart;
-use crate::ublk::ublk_device::UblkDevice;
-use crate::ublk::ublk_frontend::UblkFrontend;
-use crate::vhost_user::control_thread::{self, ControlHandle, ControlServer, DeviceSocket};
-use crate::vhost_user::queue_channel::{QueueChannel, QueueCommand, QueueStart};
-use crate::vhost_user::vhost_frontend::VhostFrontend;
-use crate::vhost_user::{BlockProperties, QueueThreads};
 
 /// An event for [`Server::run`](crate::Server::run).
 pub(crate) enum ThreadEvent {
@@ -65,29 +56,10 @@ pub(crate) struct ThreadContext {
 }
 
 impl ThreadContext {
-    /// The NBD frontend of the thread.
-    pub(crate) fn nbd_frontend(&self) -> NbdFrontend {
-        let shared = self.shared.clone();
-        let Options { tls, split_bytes, config, .. } = shared.options.clone();
-        let split_policy = SplitPolicy { fragment_bytes: split_bytes, strict: config.strict };
-        let acceptor = Acceptor::new(Vec::new(), shared.limit.clone());
-        NbdFrontend::new(shared, self.channels.connections.clone(), acceptor, tls, split_policy)
-    }
-
-    /// The ublk frontend of the thread.
-    pub(crate) fn ublk_frontend(&self) -> UblkFrontend {
-        UblkFrontend::new(self.channels.ublk.clone())
-    }
-
-    /// The vhost-user frontend of the thread.
-    pub(crate) fn vhost_frontend(&self) -> VhostFrontend {
-        VhostFrontend::new(self.channels.queues.clone())
-    }
-
-    /// All frontends of the thread.
+    /// The frontends of the thread.
     pub(crate) fn frontends(&self) -> Frontends {
-        let (nbd, vhost) = (self.nbd_frontend(), self.vhost_frontend());
-        Frontends { nbd, vhost, ublk: self.ublk_frontend() }
+        let shared = self.shared.clone();
+        Frontends::new(&self.channels, shared, self.shared.limit.clone(), &self.shared.options)
     }
 
     /// The thread as the other threads see it.
@@ -112,8 +84,7 @@ impl ThreadContext {
             ..Options::default()
         };
         let (events, _) = std::sync::mpsc::channel();
-        let (shared, _) = Shared::new(exports, options, events)?;
-        let shared = Arc::new(shared);
+        let shared = Arc::new(Shared::new(exports, options, events)?);
         let channels = shared.channels.first().cloned();
         let channels = channels.ok_or(Error::new(libc::EINVAL, Operation::SetUp))?;
         Ok(Self { shared, number: 0, channels, started: None })
@@ -152,8 +123,8 @@ pub(crate) struct Shared {
     end: Mutex<End>,
     /// Clients can connect over NBD.
     listens: AtomicBool,
-    /// Threads of vhost-user sockets that have not exited.
-    controls: AtomicUsize,
+    /// Threads of devices that have not exited.
+    device_threads: AtomicUsize,
     /// The missing io_uring was logged.
     warned: AtomicBool,
     /// A device that stopped polling was logged.
@@ -162,8 +133,7 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    /// The state of a server whose threads are not started. Also returns the vhost-user sockets that the
-    /// exports come with.
+    /// The state of a server whose threads are not started.
     ///
     /// # Errors
     /// `EINVAL`: there is no export. `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for a thread.
@@ -171,13 +141,13 @@ impl Shared {
         exports: impl IntoIterator<Item = AnyExport>,
         options: Options,
         events: Sender<ThreadEvent>,
-    ) -> Result<(Self, Vec<(ExportId, DeviceSocket)>), Error> {
-        let (registry, sockets) = Registry::new(exports);
+    ) -> Result<Self, Error> {
+        let registry = Registry::new(exports)?;
         if registry.default_export().is_none() {
             return Err(Error::new(libc::EINVAL, Operation::SetUp));
         }
         let channels = (0..options.threads.max(1)).map(|_| ThreadChannels::new());
-        let shared = Self {
+        Ok(Self {
             registry,
             channels: channels.collect::<Result<_, _>>()?,
             limit: Arc::new(ConnectionLimit::new(options.max_connections)),
@@ -189,41 +159,50 @@ impl Shared {
             stopping: AtomicBool::new(false),
             end: Mutex::new(End::Open),
             listens: AtomicBool::new(false),
-            controls: AtomicUsize::new(0),
+            device_threads: AtomicUsize::new(0),
             warned: AtomicBool::new(false),
             warned_of_polling: AtomicBool::new(false),
             events,
-        };
-        Ok((shared, sockets))
+        })
     }
 
-    /// Has the threads serve the queues of the local block device of `export`, if it has one that does not
-    /// wait for another server. Returns when they do. A device of another server is taken over before.
+    /// Has the devices of `export` served. Returns when they are.
     ///
     /// # Errors
-    /// The driver's; `ECANCELED`: the server stops.
-    pub(crate) fn start_ublk_queues(
+    /// As [`ExportDevice::begin`].
+    pub(crate) fn begin_devices(
         self: &Arc<Self>,
         export: &Arc<RegisteredExport>,
     ) -> Result<(), Error> {
-        let failed = |errno| Error::new(errno, Operation::SetUp);
-        let Some(device) = export.live_ublk() else { return Ok(()) };
-        // This may take long: not on a serving thread.
-        drop(device.descriptor().map_err(failed)?);
-        let (started, all_started) = channel();
-        for (number, channels) in (0..device.queues()).zip(self.channels.iter().cycle()) {
-            let (shared, removed) = (Arc::downgrade(self), device.clone());
-            let on_removed = Box::new(move || {
-                if let Some(shared) = shared.upgrade() {
-                    shared.on_ublk_removed(&removed);
-                }
-            });
-            let used = export.shared().begin_use().map_err(|_| failed(libc::ECANCELED))?;
-            let (device, started) = (device.clone(), started.clone());
-            channels.ublk.start(UblkStart { device, number, used, on_removed, started });
+        let devices = export.devices();
+        if devices.is_empty() {
+            return Ok(());
         }
-        drop(started);
-        all_started.iter().collect()
+        let server = self.for_devices_of(export);
+        devices.into_iter().try_for_each(|device| device.begin(&server))
+    }
+
+    /// The server, for the devices of `export`.
+    pub(crate) fn for_devices_of(
+        self: &Arc<Self>,
+        export: &Arc<RegisteredExport>,
+    ) -> Arc<dyn DeviceServer> {
+        Arc::new(ServedBy { shared: self.clone(), registered: export.clone() })
+    }
+
+    /// Serves a device more of `export`.
+    ///
+    /// # Errors
+    /// [`ExportError::NotFound`]. [`ExportError::System`]: its thread could not be started.
+    pub(crate) fn add_device(
+        self: &Arc<Self>,
+        export: ExportId,
+        device: NewDevice,
+    ) -> Result<(), ExportError> {
+        let registered = self.registered(export)?;
+        let device = device.of_export().map_err(ExportError::System)?;
+        registered.add_device(device.clone());
+        device.begin(&self.for_devices_of(&registered)).map_err(ExportError::System)
     }
 
     /// The serving threads.
@@ -240,7 +219,7 @@ impl Shared {
     pub(crate) fn listen(&self, listeners: Vec<Listener>) {
         if let (Some(first), false) = (self.channels.first(), listeners.is_empty()) {
             self.listens.store(true, Ordering::Relaxed);
-            first.connections.give_listeners(listeners);
+            first.nbd.give_listeners(listeners);
         }
     }
 
@@ -276,36 +255,6 @@ impl Shared {
         self.threads().for_each(|thread| thread.review_exports());
     }
 
-    /// Starts the thread of a vhost-user socket for `export`.
-    ///
-    /// # Errors
-    /// [`ExportError::NotFound`]. [`ExportError::System`]: the thread could not be started.
-    pub(crate) fn serve_devices(
-        self: &Arc<Self>,
-        export: ExportId,
-        socket: DeviceSocket,
-    ) -> Result<(), ExportError> {
-        let registered = self.registered(export)?;
-        let handle = Arc::new(ControlHandle::new(&socket).map_err(ExportError::System)?);
-        registered.add_control(handle.clone());
-        let name = registered.export().name().to_owned();
-        let server = Arc::new(DeviceExport { shared: self.clone(), registered });
-        let run = move || {
-            control_thread::run(socket, &server, &handle, &name);
-            server.shared.controls.fetch_sub(1, Ordering::AcqRel);
-            server.shared.stop_without_sockets();
-            // As in `ThreadContext::run`.
-            let _ = server.shared.events.send(ThreadEvent::ThreadExited);
-        };
-        self.controls.fetch_add(1, Ordering::AcqRel);
-        let thread = std::thread::Builder::new().name(format!("nowait-vhost-{export}"));
-        if let Err(error) = thread.spawn(run) {
-            self.controls.fetch_sub(1, Ordering::AcqRel);
-            return Err(ExportError::System(Error::from_io(&error, Operation::SetUp)));
-        }
-        Ok(())
-    }
-
     /// An export.
     ///
     /// # Errors
@@ -326,7 +275,7 @@ impl Shared {
         }
         self.stopping.store(true, Ordering::Release);
         self.wake_threads();
-        self.registry.all().iter().for_each(|export| export.stop_controls());
+        self.registry.all().iter().for_each(|export| export.stop_devices());
         // The receiver is gone if the server has ended by itself.
         let _ = self.events.send(ThreadEvent::StopRequested);
     }
@@ -363,31 +312,24 @@ impl Shared {
             let served = export.export();
             let name = served.name();
             tracing::info!("export {name:?} has {size} bytes now, it had {before}");
-            if let Some(device) = &export.ublk {
-                device.resize(size);
-            }
-            export.tell_vmms();
+            export.devices().iter().for_each(|device| device.tell_size(size));
         }
     }
 
-    /// The local block devices of all exports.
-    pub(crate) fn ublk_devices(&self) -> Vec<Arc<UblkDevice>> {
-        self.registry.all().iter().filter_map(|export| export.ublk.clone()).collect()
-    }
-
-    /// Another process has taken a local block device away. Without a socket and another device there is
-    /// nothing left to serve.
-    fn on_ublk_removed(&self, device: &UblkDevice) {
-        tracing::warn!("{} was removed by another program", device.node());
-        self.stop_without_sockets();
+    /// The devices of this host that exports are.
+    pub(crate) fn local_devices(&self) -> Vec<Arc<dyn ExportDevice>> {
+        let devices = self.registry.all().into_iter().flat_map(|export| export.devices());
+        devices.filter(|device| device.is_local()).collect()
     }
 
     /// Stops the server if no client can reach it any more.
     fn stop_without_sockets(&self) {
         let has_sockets =
-            self.listens.load(Ordering::Relaxed) || self.controls.load(Ordering::Relaxed) > 0;
-        let has_node = || self.ublk_devices().iter().any(|device| device.has_node());
-        if !has_sockets && !has_node() {
+            self.listens.load(Ordering::Relaxed) || self.device_threads.load(Ordering::Relaxed) > 0;
+        let has_device = |export: &Arc<RegisteredExport>| {
+            export.devices().iter().any(|device| device.is_reachable())
+        };
+        if !has_sockets && !self.registry.all().iter().any(has_device) {
             self.stop();
         }
     }
@@ -403,9 +345,9 @@ impl Shared {
         self.stopping.load(Ordering::Acquire)
     }
 
-    /// Threads that were started and have not exited, those of sockets included.
+    /// Threads that were started and have not exited, those of devices included.
     pub(crate) fn running(&self) -> usize {
-        self.running.load(Ordering::Acquire) + self.controls.load(Ordering::Acquire)
+        self.running.load(Ordering::Acquire) + self.device_threads.load(Ordering::Acquire)
     }
 
     /// Tells [`Server::run`](crate::Server::run) of `event`.
@@ -472,7 +414,7 @@ impl ExportDirectory for Shared {
 
     fn assign(&self, connection: HandoffConnection) {
         if let Some(channels) = self.least_loaded() {
-            channels.connections.assign(connection);
+            channels.nbd.assign(connection);
         }
     }
 
@@ -483,35 +425,58 @@ impl ExportDirectory for Shared {
     }
 }
 
-/// An export and the server, for the threads of vhost-user sockets.
-struct DeviceExport {
+/// An export and its server, for its devices.
+struct ServedBy {
     shared: Arc<Shared>,
     registered: Arc<RegisteredExport>,
 }
 
-impl QueueThreads for DeviceExport {
-    fn properties(&self) -> BlockProperties {
-        BlockProperties::of(&self.registered.export())
+impl DeviceServer for ServedBy {
+    fn id(&self) -> ExportId {
+        self.registered.id
     }
 
-    fn start(&self, start: Box<QueueStart>) -> Option<Arc<QueueChannel>> {
-        let used = self.registered.shared().begin_use().ok()?;
-        let channels = self.shared.least_loaded().filter(|_| !self.is_stopping())?;
-        channels.queues.send(QueueCommand::Start(used, start));
-        Some(channels.queues.clone())
+    fn export(&self) -> Arc<Export> {
+        self.registered.export()
+    }
+
+    fn begin_use(&self) -> Result<ExportUse, NotServed> {
+        self.registered.shared().begin_use()
+    }
+
+    fn permit(&self) -> Option<ConnectionPermit> {
+        self.shared.limit.take()
+    }
+
+    fn threads(&self) -> &[ThreadChannels] {
+        &self.shared.channels
+    }
+
+    fn least_loaded(&self) -> Option<&ThreadChannels> {
+        self.shared.least_loaded()
     }
 
     fn is_stopping(&self) -> bool {
         self.shared.is_stopping()
     }
-}
 
-impl ControlServer for DeviceExport {
-    fn permit(&self) -> Option<ConnectionPermit> {
-        self.shared.limit.take()
+    fn spawn(&self, name: String, run: Box<dyn FnOnce() + Send>) -> Result<(), Error> {
+        let shared = self.shared.clone();
+        let counted = move || {
+            run();
+            shared.device_threads.fetch_sub(1, Ordering::AcqRel);
+            shared.stop_without_sockets();
+            // As in `ThreadContext::run`.
+            let _ = shared.events.send(ThreadEvent::ThreadExited);
+        };
+        self.shared.device_threads.fetch_add(1, Ordering::AcqRel);
+        std::thread::Builder::new().name(name).spawn(counted).map(drop).map_err(|error| {
+            self.shared.device_threads.fetch_sub(1, Ordering::AcqRel);
+            Error::from_io(&error, Operation::SetUp)
+        })
     }
 
-    fn export(&self) -> ExportId {
-        self.registered.id
+    fn device_ended(&self) {
+        self.shared.stop_without_sockets();
     }
 }

@@ -97,7 +97,7 @@ impl Simulated {
         queue: SimQueue,
         config: Config,
     ) -> Result<Self, Error> {
-        let parts = event_loop(disk, workers, queue, config, ThreadContext::nbd_frontend)?;
+        let parts = event_loop(disk, workers, queue, config, |context| context.frontends().nbd)?;
         Ok(Self { thread: parts.0, export: parts.1, draining: Vec::new() })
     }
 
@@ -222,7 +222,7 @@ impl SimulatedVhost {
         queue: SimQueue,
         config: Config,
     ) -> Result<Self, Error> {
-        let parts = event_loop(disk, workers, queue, config, ThreadContext::vhost_frontend)?;
+        let parts = event_loop(disk, workers, queue, config, |context| context.frontends().vhost)?;
         let (thread, export) = parts;
         Ok(Self { thread, export, queue: None, stop: None, stopped_at: None })
     }
@@ -330,7 +330,7 @@ impl SimulatedUblk {
         (depth, max_io_bytes): (u16, u32),
     ) -> Result<Self, Error> {
         let (driver, device) = SimUblkQueue::new(queue.commands(), depth, max_io_bytes)?;
-        let parts = event_loop(disk, workers, queue, config, ThreadContext::ublk_frontend)?;
+        let parts = event_loop(disk, workers, queue, config, |context| context.frontends().ublk)?;
         let (mut thread, export) = parts;
         let none = Error::new(libc::EINVAL, Operation::SetUp);
         let used = export.shared().begin_use().map_err(|_| none)?;

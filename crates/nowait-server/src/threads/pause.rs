@@ -17,8 +17,7 @@ use crate::net::listener::Listener;
 use crate::refusal_log::{self, Refusal};
 use crate::registered_export::{RegisteredExport, Waiting};
 use crate::threads::{Shared, ThreadEvent};
-use crate::ublk::ublk_device::UblkDevice;
-use crate::vhost_user::control_thread::{PausedDevice, suspend_all};
+use crate::vhost_user::control_thread::PausedDevice;
 
 /// How long the driver of a block device may take to notice that it was given back.
 const RESUME_TIMEOUT: Duration = Duration::from_secs(5);
@@ -44,10 +43,10 @@ impl Shared {
         let deadline = Instant::now() + timeout;
         let paused = self.pause_exports(self.registry.all(), deadline)?;
         // A connection that is accepted from now on is for another process.
-        self.channels.iter().for_each(|channels| channels.connections.want_listeners());
+        self.channels.iter().for_each(|channels| channels.nbd.want_listeners());
         let (mut listeners, mut has_all) = (Vec::new(), true);
         for channels in &self.channels {
-            match channels.connections.wait_listeners(time_until(deadline)) {
+            match channels.nbd.wait_listeners(time_until(deadline)) {
                 Some(given) => listeners.extend(given),
                 None => has_all = false,
             }
@@ -79,7 +78,7 @@ impl Shared {
             return Err(ExportError::Stopping);
         }
         for export in exports {
-            if export.ublk_with_node().is_some_and(|device| !device.can_pause()) {
+            if export.devices().iter().any(|device| !device.can_pause()) {
                 return Err(ExportError::CannotKeepBack);
             }
             if !export.begin_pause() {
@@ -97,40 +96,29 @@ impl Shared {
     /// Waits until nothing of `exports`, which leave what they have, is in flight any more. All were
     /// told before the first one is waited for.
     fn wait_paused(&self, exports: &[Arc<RegisteredExport>], deadline: Instant) -> bool {
-        let nodes = || exports.iter().filter_map(|export| export.ublk_with_node());
-        nodes().for_each(|device| device.pause(|| self.wake_threads()));
-        let controls: Vec<_> = exports.iter().flat_map(|export| export.controls()).collect();
-        suspend_all(&controls, deadline)
+        let devices: Vec<_> = exports.iter().flat_map(|export| export.devices()).collect();
+        devices.iter().for_each(|device| device.begin_pause(&|| self.wake_threads()));
+        // Each is waited for, also after one that does not end: it may be resumed only then.
+        let ended = devices.iter().filter(|device| device.wait_paused(deadline)).count();
+        ended == devices.len()
             && exports.iter().all(|export| export.wait_unused(time_until(deadline)))
-            && nodes().all(|device| device.give_back(deadline))
+            && devices.iter().all(|device| device.give_back(deadline))
     }
 
     /// Serves `export` again: what has waited, and devices.
     fn resume(self: &Arc<Self>, export: &Arc<RegisteredExport>) {
         let Waiting { connections, listeners } = export.end_pause();
         self.review_exports();
-        if let Some(device) = export.ublk_with_node()
-            && let Err(error) = self.serve_again(export, device)
-        {
-            device.lose(&error);
+        let devices = export.devices();
+        if !devices.is_empty() {
+            let server = self.for_devices_of(export);
+            devices.into_iter().for_each(|device| device.resume(&server));
         }
         self.listen(listeners);
         for connection in connections {
             self.serve_client(export, connection);
         }
-        export.resume_devices();
         self.tell_size(export, export.export().disk().size());
-    }
-
-    /// Serves a device again that was given back to its driver.
-    fn serve_again(
-        self: &Arc<Self>,
-        export: &Arc<RegisteredExport>,
-        device: &UblkDevice,
-    ) -> Result<(), String> {
-        device.begin_again();
-        self.start_ublk_queues(export).map_err(|error| error.to_string())?;
-        device.start().map_err(|error| error.to_string())
     }
 
     /// Serves the connection of another process, whose client has chosen `export`. It is closed if
@@ -189,8 +177,9 @@ impl PausedServer {
         let (soon, deadline) = (now + timeout.min(PARTIAL_MESSAGE_TIMEOUT), now + timeout);
         let mut all = Vec::new();
         for export in &self.exports {
-            let devices = export.freeze_devices(soon, deadline)?;
-            all.extend(devices.into_iter().map(|device| (export.id, device)));
+            for device in export.devices() {
+                all.extend(device.freeze(soon, deadline)?.map(|frozen| (export.id, frozen)));
+            }
         }
         Ok(all)
     }
@@ -224,7 +213,7 @@ impl PausedServer {
         self.shared.end_handing_over(true);
         self.hands_over = false;
         for export in std::mem::take(&mut self.exports) {
-            export.release_devices();
+            export.devices().iter().for_each(|device| device.release());
             if let Some(Waiting { connections, listeners }) = export.with_waiting(std::mem::take) {
                 drop(connections);
                 listeners.into_iter().for_each(Listener::abandon);
@@ -268,16 +257,17 @@ impl Drop for PausedServer {
         }
         for export in std::mem::take(&mut self.exports) {
             let shared = self.shared.clone();
-            if export.ublk_with_node().is_none() || export.wait_unused(Duration::ZERO) {
+            let devices = export.devices();
+            let leaves_first = devices.iter().any(|device| device.leaves_before_resuming());
+            if !leaves_first || export.wait_unused(Duration::ZERO) {
                 shared.resume(&export);
                 continue;
             }
             // Its queues have to leave before they can begin again.
             let resume = move || {
                 while !export.wait_unused(STOP_INTERVAL) && !shared.is_stopping() {}
-                if let Some(device) = export.ublk_with_node() {
-                    device.give_back(Instant::now() + RESUME_TIMEOUT);
-                }
+                let deadline = Instant::now() + RESUME_TIMEOUT;
+                devices.iter().for_each(|device| _ = device.give_back(deadline));
                 shared.resume(&export);
             };
             if let Err(error) = std::thread::Builder::new().spawn(resume) {

@@ -34,7 +34,7 @@ fn serving(exports: Vec<AnyExport>, threads: u16) -> (Arc<Shared>, Receiver<Thre
     let kind = nowait::QueueKind::Threads;
     let options = Options { threads, kind, max_connections: 4, ..Options::default() };
     let (sender, events) = channel();
-    (Arc::new(Shared::new(exports, options, sender).unwrap().0), events)
+    (Arc::new(Shared::new(exports, options, sender).unwrap()), events)
 }
 
 /// A connection that was just accepted, and its client.
@@ -62,7 +62,7 @@ fn a_connection_for_a_thread_that_takes_no_more_is_closed() {
     let (shared, _events) = serving(vec![export("", &file())], 1);
     let (waiting, mut first) = accepted(&shared);
     shared.assign(waiting);
-    shared.channels[0].connections.close();
+    shared.channels[0].nbd.close();
     let (late, mut second) = accepted(&shared);
     shared.assign(late);
     for client in [&mut first, &mut second] {
@@ -90,7 +90,7 @@ fn a_client_of_a_removed_export_is_closed_and_one_of_a_paused_export_waits() {
     shared.serve_client(&other, late);
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
     assert!(!other.wait_unused(Duration::ZERO), "the first client uses it");
-    shared.channels[0].connections.close();
+    shared.channels[0].nbd.close();
     assert!(other.wait_unused(Duration::ZERO));
 }
 
@@ -98,7 +98,7 @@ fn a_client_of_a_removed_export_is_closed_and_one_of_a_paused_export_waits() {
 fn a_name_leads_to_the_first_export_that_has_it_and_is_free_once_that_is_removed() {
     let file = file();
     let named = || export("twice", &file);
-    let (registry, _) = Registry::new([export("", &file), named(), named()]);
+    let registry = Registry::new([export("", &file), named(), named()]).unwrap();
     let found = || registry.find("twice").map(|export| export.id);
     for id in [ExportId(1), ExportId(2)] {
         assert_eq!(found(), Some(id));
@@ -107,7 +107,7 @@ fn a_name_leads_to_the_first_export_that_has_it_and_is_free_once_that_is_removed
         registry.wait_removed(&removed, Duration::ZERO).unwrap();
     }
     assert_eq!(found(), None);
-    let (again, _) = registry.add(named()).unwrap();
+    let again = registry.add(named()).unwrap().id;
     assert_eq!((found(), again), (Some(ExportId(3)), ExportId(3)));
 }
 

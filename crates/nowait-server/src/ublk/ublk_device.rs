@@ -207,6 +207,11 @@ impl UblkDevice {
         self.info.id
     }
 
+    /// Whether it is this server's: its node neither waits for another one nor was removed.
+    pub(crate) fn is_served(&self) -> bool {
+        !self.is_lost() && self.has_node()
+    }
+
     /// Whether the node waits for another server.
     pub(crate) fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Acquire)
@@ -242,10 +247,10 @@ impl UblkDevice {
         Ok(())
     }
 
-    /// Whether it can pause: the driver keeps requests back meanwhile.
-    pub(crate) fn can_pause(&self) -> bool {
+    /// Whether the driver keeps requests back in a pause.
+    pub(crate) fn keeps_requests(&self) -> bool {
         let needed = F_QUIESCE | F_USER_RECOVERY;
-        self.info.features & needed == needed && !self.is_lost()
+        self.info.features & needed == needed
     }
 
     /// Has the driver keep requests back. The queues answer what they have, get no more, and end;
@@ -279,7 +284,7 @@ impl UblkDevice {
 
     /// Gives the device back to the driver, when no queue is left: this server or another one can take
     /// it over. Waits until `deadline` for the driver; returns whether it is ready for that.
-    pub(crate) fn give_back(&self, deadline: Instant) -> bool {
+    pub(crate) fn give_to_driver(&self, deadline: Instant) -> bool {
         drop(lock(&self.character_device).take());
         let id = self.info.id;
         loop {
@@ -424,7 +429,7 @@ impl UblkDevice {
     /// most `timeout` for the users of the node to leave. If they have, the node is removed; if not,
     /// it is left to the next server, where the driver allows that. To be called on a thread that
     /// does not serve.
-    pub(crate) fn stop(&self, timeout: Duration, wake: impl Fn()) {
+    pub(crate) fn stop_serving(&self, timeout: Duration, wake: impl Fn()) {
         let deadline = Instant::now() + timeout;
         let mut said = String::new();
         loop {

@@ -199,12 +199,21 @@ impl ControlHandle {
         self.lock().channel.iter().for_each(config_change::tell);
     }
 
-    /// No queue of a VMM that connects starts until [`ControlHandle::resume`]. Returns the device of
-    /// the one that has connected.
-    fn begin_suspending(&self) -> Option<Arc<Mutex<Device>>> {
-        let mut state = self.lock();
-        state.suspended = true;
-        state.device.clone()
+    /// Asks the queues of the device to stop, until [`ControlHandle::resume`]; those of a VMM that connects meanwhile do
+    /// not start.
+    pub(crate) fn begin_suspending(&self) {
+        let device = {
+            let mut state = self.lock();
+            state.suspended = true;
+            state.device.clone()
+        };
+        device.iter().for_each(|device| lock(device).begin_suspending());
+    }
+
+    /// Waits for the queues that were asked to stop, as [`Device::wait_suspended`].
+    pub(crate) fn wait_suspended(&self, deadline: Instant) -> bool {
+        let device = self.lock().device.clone();
+        device.is_none_or(|device| lock(&device).wait_suspended(deadline))
     }
 
     /// Starts them again.
@@ -246,18 +255,6 @@ impl ControlHandle {
     fn lock(&self) -> MutexGuard<'_, ControlState> {
         lock(&self.state)
     }
-}
-
-/// Stops the queues of the devices of all `handles`, until [`ControlHandle::resume`]; those of VMMs
-/// that connect meanwhile do not start. All are asked before the first one is waited for, as by
-/// [`Device::suspend`] until `deadline`. Returns whether all have stopped.
-pub(crate) fn suspend_all(handles: &[Arc<ControlHandle>], deadline: Instant) -> bool {
-    let devices: Vec<_> = handles.iter().filter_map(|handle| handle.begin_suspending()).collect();
-    // Locked until they have stopped: a message between question and answer would stop them twice.
-    let mut locked: Vec<_> = devices.iter().map(|device| lock(device)).collect();
-    let asked: Vec<_> = locked.iter_mut().map(|device| device.begin_suspending()).collect();
-    let waited = locked.iter_mut().zip(asked);
-    waited.fold(true, |all, (device, asked)| device.wait_suspended(asked, deadline) && all)
 }
 
 /// A thread takes something from a socket, until this is dropped.

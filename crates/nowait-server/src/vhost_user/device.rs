@@ -61,6 +61,19 @@ pub(crate) trait QueueThreads: Send + Sync {
 struct Running {
     id: QueueId,
     channel: Arc<QueueChannel>,
+    /// It was asked to stop.
+    answer: Option<Receiver<u16>>,
+}
+
+impl Running {
+    /// Asks the queue to stop, unless it was asked before. Returns where its answer comes.
+    fn stop(&mut self) -> Receiver<u16> {
+        self.answer.take().unwrap_or_else(|| {
+            let (sender, answer) = sync_channel(1);
+            self.channel.send(QueueCommand::Stop(self.id, sender));
+            answer
+        })
+    }
 }
 
 /// Where the VMM has the parts of a queue, and where its used ring is logged.
@@ -132,45 +145,36 @@ impl Device {
     /// Stops all queues and starts none until [`Device::resume`]. Waits until `deadline` for their
     /// requests in flight; returns whether all have ended.
     pub(crate) fn suspend(&mut self, deadline: Instant) -> bool {
-        let answers = self.begin_suspending();
-        self.wait_suspended(answers, deadline)
+        self.begin_suspending();
+        self.wait_suspended(deadline)
     }
 
-    /// Asks all queues to stop, and starts none until [`Device::resume`]. Returns what
-    /// [`Device::wait_suspended`] waits for; the device handles no message until then.
-    pub(crate) fn begin_suspending(&mut self) -> Vec<Receiver<u16>> {
+    /// Asks all queues to stop, and starts none until [`Device::resume`].
+    pub(crate) fn begin_suspending(&mut self) {
         self.suspended = true;
-        let ask = |ring: &mut Ring| {
-            let (sender, answer) = sync_channel(1);
-            if let Some(Running { id, channel }) = &ring.running {
-                channel.send(QueueCommand::Stop(*id, sender));
-            }
-            answer
-        };
-        self.rings.iter_mut().map(ask).collect()
+        for running in self.rings.iter_mut().filter_map(|ring| ring.running.as_mut()) {
+            running.answer = Some(running.stop());
+        }
     }
 
-    /// Waits until `deadline` for the requests in flight of queues that were asked to stop. Returns
-    /// whether all have ended.
-    pub(crate) fn wait_suspended(
-        &mut self,
-        answers: Vec<Receiver<u16>>,
-        deadline: Instant,
-    ) -> bool {
+    /// Waits until `deadline` for the requests in flight of the queues that [`Device::begin_suspending`] has asked to
+    /// stop. Returns whether all have ended.
+    pub(crate) fn wait_suspended(&mut self, deadline: Instant) -> bool {
         let mut all = true;
-        for (ring, answer) in self.rings.iter_mut().zip(answers) {
-            let Some(Running { id, channel }) = ring.running.take() else { continue };
+        for ring in &mut self.rings {
+            let Some(mut running) = ring.running.take() else { continue };
+            let answer = running.stop();
             let left = deadline.saturating_duration_since(Instant::now());
             match answer.recv_timeout(left) {
                 Ok(base) => ring.base = base,
                 // The server is stopping.
                 Err(RecvTimeoutError::Disconnected) => {}
                 Err(RecvTimeoutError::Timeout) => {
-                    channel.send(QueueCommand::Resume(id));
+                    running.channel.send(QueueCommand::Resume(running.id));
                     // It may have stopped before it was told to go on.
                     match answer.recv() {
                         Ok(base) => ring.base = base,
-                        Err(_) => (ring.running, all) = (Some(Running { id, channel }), false),
+                        Err(_) => (ring.running, all) = (Some(running), false),
                     }
                 }
             }
@@ -201,9 +205,8 @@ impl Device {
     /// Stops a queue, if it runs.
     fn stop(&mut self, index: usize) {
         let Some(ring) = self.rings.get_mut(index) else { return };
-        let Some(Running { id, channel }) = ring.running.take() else { return };
-        let (sender, answer) = sync_channel(1);
-        channel.send(QueueCommand::Stop(id, sender));
+        let Some(mut running) = ring.running.take() else { return };
+        let answer = running.stop();
         loop {
             match answer.recv_timeout(STOP_INTERVAL) {
                 Ok(base) => ring.base = base,
@@ -263,7 +266,7 @@ impl Device {
         };
         let channel = self.threads.start(Box::new(start));
         if let Some(ring) = self.rings.get_mut(index) {
-            ring.running = channel.map(|channel| Running { id, channel });
+            ring.running = channel.map(|channel| Running { id, channel, answer: None });
         }
         Ok(())
     }
@@ -458,7 +461,7 @@ impl VhostUserBackendReqHandlerMut for Device {
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Handled<()> {
         let ring = self.ring(u32::from(index))?;
         ring.call = eventfd(fd)?;
-        if let Some(Running { id, channel }) = &ring.running {
+        if let Some(Running { id, channel, .. }) = &ring.running {
             let copy = ring.call.as_ref().map(OwnedFd::try_clone).transpose();
             channel.send(QueueCommand::SetCall(*id, copy.map_err(MessageError::ReqHandlerError)?));
         }
@@ -468,7 +471,7 @@ impl VhostUserBackendReqHandlerMut for Device {
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Handled<()> {
         let ring = self.ring(u32::from(index))?;
         ring.err = eventfd(fd)?;
-        if let Some(Running { id, channel }) = &ring.running {
+        if let Some(Running { id, channel, .. }) = &ring.running {
             let copy = ring.err.as_ref().map(OwnedFd::try_clone).transpose();
             channel.send(QueueCommand::SetErr(*id, copy.map_err(MessageError::ReqHandlerError)?));
         }

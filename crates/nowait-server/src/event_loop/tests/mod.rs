@@ -71,7 +71,7 @@ impl Bench {
     fn listening(config: Config, listeners: Vec<Listener>) -> Self {
         let (context, engine) = parts(config, || Null::new().unwrap());
         context.shared.listen(listeners);
-        let frontend = context.nbd_frontend();
+        let frontend = context.frontends().nbd;
         let mut thread = EventLoop::new(&context, engine, frontend).unwrap();
         thread.wake_up();
         Self { thread, clients: Vec::new() }

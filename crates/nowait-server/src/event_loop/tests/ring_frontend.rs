@@ -16,7 +16,6 @@ use slab::Slab;
 use crate::event_loop::tests::*;
 use crate::frontend_kind::FrontendKind;
 use crate::frontends::Frontends;
-use crate::loop_context::KIND_BITS;
 use crate::member::Member;
 
 const QUANTUM: usize = 256 << 10;
@@ -201,7 +200,7 @@ impl<Q: IoQueue> Scene<Q> {
         };
         let queues = rings.iter().map(queue).enumerate().collect();
         let second = RingFrontend { queues, in_flight: Slab::new(), stopping: false };
-        let (nbd, ublk) = (context.nbd_frontend(), context.ublk_frontend());
+        let (nbd, ublk) = (context.frontends().nbd, context.frontends().ublk);
         let all = Frontends { nbd, vhost: second, ublk };
         let mut thread = EventLoop::new(&context, engine, all).unwrap();
         let export = registered(&thread);
@@ -217,7 +216,7 @@ impl<Q: IoQueue> Scene<Q> {
         let used = Some(export.shared().begin_use().unwrap());
         let arrival = HandoffConnection { used, ..arrival };
         let EventLoop { frontend: Frontends { nbd, .. }, context, .. } = &mut thread;
-        context.inside(0, |context| nbd.add(context, arrival));
+        context.inside(FrontendKind::Nbd, |context| nbd.add(context, arrival));
         nbd.connections[0].session.phase = Phase::Transmission(TransmissionMode::default());
         nbd.connections[0].session.send_queue.clear();
         nbd.shared.handshakes.deadlines.end();
@@ -270,7 +269,7 @@ fn a_client_is_answered_beside_rings_that_are_never_empty() {
         let before = left(&scene);
         scene.client.write_all(&read(BLOCK)).unwrap();
         // This queue reports no events while it has completions.
-        let token = scene.thread.frontend.nbd.connections[0].readable_token() << KIND_BITS;
+        let token = scene.thread.frontend.nbd.connections[0].readable_token() << FrontendKind::BITS;
         scene.thread.events.push((FD_TOKEN | token, libc::POLLIN.into()));
         scene.iterate();
         assert_eq!(scene.received(), REPLY + BLOCK, "in the iteration of the request");
@@ -329,8 +328,10 @@ fn a_ring_without_a_free_slot_goes_on_when_another_frontend_has_released_one() {
     let EventLoop { frontend, context, .. } = &mut scene.thread;
     let connection = &mut frontend.nbd.connections[0];
     connection.readable = true;
-    context.inside(0, |context| context.schedule(0, &mut connection.member));
-    context.inside(1, |context| context.schedule(0, &mut frontend.vhost.queues[0].member));
+    context.inside(FrontendKind::Nbd, |context| context.schedule(0, &mut connection.member));
+    context.inside(FrontendKind::VhostUser, |context| {
+        context.schedule(0, &mut frontend.vhost.queues[0].member)
+    });
     scene.rings[0].borrow_mut().available.extend([piece(0, BLOCK), piece(1, BLOCK)]);
     scene.thread.service_interactive();
     assert_eq!(scene.thread.context.blocked, [1], "the first number of the second frontend");

@@ -41,7 +41,7 @@ fn serve(depth: usize, count: usize) {
     descriptors.set_len(64 << 10).unwrap();
     descriptors.write_all_at(&requests, 0).unwrap();
     let device = UblkDevice::simulated(OwnedFd::from(descriptors), (DEPTH, BLOCK as u32), 0);
-    let mut thread = EventLoop::new(&context, engine, context.ublk_frontend()).unwrap();
+    let mut thread = EventLoop::new(&context, engine, context.frontends().ublk).unwrap();
     let (started, begun) = channel();
     let used = registered(&thread).shared().begin_use().unwrap();
     let (device, on_removed) = (Arc::new(device), Box::new(|| {}));
