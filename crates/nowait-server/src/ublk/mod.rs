@@ -11,6 +11,7 @@ mod node_users;
 mod control_commands;
 mod request_descriptors;
 mod request_data;
+mod queue_memory;
 pub(crate) mod device_set_up;
 mod abandoned_queues;
 pub(crate) mod ublk_device;

@@ -12,12 +12,15 @@ use crate::frontend::Frontend;
 use crate::frontend_kind::FrontendKind;
 use crate::loop_context::LoopContext;
 use crate::member::Member;
+use crate::ublk::queue_memory::LeftQueue;
 use crate::ublk::ublk_channel::{UblkChannel, UblkStart};
 use crate::ublk::ublk_queue::{GENERATIONS, UblkQueue, queue_and_tag};
 
 /// The queues of a thread.
 pub(crate) struct UblkFrontend {
     queues: Slab<UblkQueue>,
+    /// Queues that have left, of which commands are in the ring.
+    left: Vec<LeftQueue>,
     /// Generation of the queue that began last.
     generation: u64,
     channel: Arc<UblkChannel>,
@@ -26,7 +29,7 @@ pub(crate) struct UblkFrontend {
 impl UblkFrontend {
     /// The frontend of the thread that takes queues from `channel`.
     pub(crate) fn new(channel: Arc<UblkChannel>) -> Self {
-        Self { queues: Slab::new(), generation: 0, channel }
+        Self { queues: Slab::new(), left: Vec::new(), generation: 0, channel }
     }
 
     /// Begins to serve a queue.
@@ -43,7 +46,23 @@ impl UblkFrontend {
 
     fn end<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>, number: usize) {
         if let Some(queue) = self.queues.try_remove(number) {
-            queue.end(context);
+            self.left.extend(queue.end(context));
+        }
+    }
+
+    /// A command has ended that a queue has left in the ring.
+    #[cold]
+    fn on_left_command<Q: IoQueue>(
+        &mut self,
+        context: &mut LoopContext<Q>,
+        first_token: Token,
+        outcome: i32,
+    ) {
+        let mut left = self.left.iter_mut();
+        if let Some(at) = left.position(|left| left.first_token == first_token)
+            && self.left[at].on_command(outcome)
+        {
+            self.left.swap_remove(at).end(&mut context.engine);
         }
     }
 
@@ -51,6 +70,7 @@ impl UblkFrontend {
     #[cfg(feature = "sim")]
     pub(crate) fn end_driver(&mut self) {
         self.queues.iter_mut().for_each(|(_, queue)| queue.end_driver());
+        self.left.iter_mut().for_each(|left| left.memory.in_ring = 0);
     }
 }
 
@@ -66,10 +86,11 @@ impl<Q: IoQueue> Frontend<Q> for UblkFrontend {
     #[inline]
     fn on_event(&mut self, context: &mut LoopContext<Q>, token: Token, outcome: i32) {
         let (number, first_token, tag) = queue_and_tag(token);
-        if let Some(queue) = self.queues.get_mut(number)
-            && queue.first_token == first_token
-            && queue.on_command(context, tag, outcome)
-        {
+        let live = self.queues.get_mut(number).filter(|queue| queue.first_token == first_token);
+        let Some(queue) = live else {
+            return self.on_left_command(context, first_token, outcome);
+        };
+        if queue.on_command(context, tag, outcome) {
             self.end(context, number);
         }
     }

@@ -1,7 +1,7 @@
 //! One queue of a ublk device on a serving thread: its tags' commands are in the thread's own ring.
 //!
 //! Invariant: a request is answered once, after its data are where its user expects them. A queue
-//! that ends with commands in the ring leaks its buffers, because the driver may still write to them
+//! that leaves with commands in the ring keeps its memory until they have ended, because the driver may still write to it
 //! (C45).
 #![allow(unsafe_code)]
 
@@ -20,6 +20,7 @@ use crate::injected_bug::{ServerBug, injected};
 use crate::loop_context::{LoopContext, TOKEN_BITS};
 use crate::member::Member;
 use crate::served_export::ServedExport;
+use crate::ublk::queue_memory::{LeftQueue, QueueMemory};
 use crate::ublk::request_data::RequestData;
 use crate::ublk::request_descriptors::Descriptors;
 use crate::ublk::ublk_channel::{OnRemoved, UblkStart};
@@ -64,13 +65,11 @@ pub(super) struct UblkQueue {
     pub(super) member: Member,
     /// The export of the member.
     served: Rc<ServedExport>,
-    data: RequestData,
+    memory: QueueMemory,
     /// Tags whose requests are not submitted yet.
     ready: VecDeque<u16>,
     /// Tags that get requests, or have one.
     live_tags: u16,
-    /// Commands in the ring.
-    in_ring: u16,
     /// Requests in the engine.
     in_engine: u16,
     /// Reads and writes so far that were done without a copy, and those that were not.
@@ -115,10 +114,9 @@ impl UblkQueue {
             requests,
             member,
             served,
-            data,
+            memory: QueueMemory { data, in_ring: 0 },
             ready: VecDeque::with_capacity(depth.into()),
             live_tags: depth,
-            in_ring: 0,
             in_engine: 0,
             without_copy: 0,
             with_copy: 0,
@@ -151,10 +149,18 @@ impl UblkQueue {
             true => Some(RequestData::registered(engine, &served.device, depth)),
             false => RequestData::copied(engine, &served.device, depth, bytes),
         };
-        let data = data.ok_or(failed(libc::ENOMEM))?;
-        let descriptor = device.descriptor().map_err(failed)?;
-        let requests = Descriptors::map(descriptor.as_fd(), number, depth).map_err(failed)?;
-        Ok((data, descriptor, requests))
+        let mut data = data.ok_or(failed(libc::ENOMEM))?;
+        let mapped = device.descriptor().and_then(|descriptor| {
+            let requests = Descriptors::map(descriptor.as_fd(), number, depth)?;
+            Ok((descriptor, requests))
+        });
+        match mapped {
+            Ok((descriptor, requests)) => Ok((data, descriptor, requests)),
+            Err(errno) => {
+                data.release(engine);
+                Err(failed(errno))
+            }
+        }
     }
 
     /// Pushes a command of `tag` into the thread's ring.
@@ -165,13 +171,13 @@ impl UblkQueue {
         tag: u16,
         result: i32,
     ) -> Result<(), Error> {
-        let (of_entry, address) = self.data.addresses(tag);
+        let (of_entry, address) = self.memory.data.addresses(tag);
         let arguments = io_arguments(self.number, tag, result, address);
         let token = context.engine_token(self.first_token | Token::from(tag));
         // SAFETY: the buffer at the address is in `data`, untouched until the command's result has
         // come; see the invariant above for a queue that ends before.
         unsafe { context.engine.command(self.descriptor.as_fd(), op, of_entry, arguments, token)? };
-        self.in_ring += 1;
+        self.memory.in_ring += 1;
         self.has_pushed = true;
         Ok(())
     }
@@ -212,9 +218,9 @@ impl UblkQueue {
         if is_cut || self.served.device.buffer_offset(io.range.pos) > 0 {
             return self.submit_copied(context, tag, io);
         }
-        if let RequestData::Registered { .. } = self.data {
+        if let RequestData::Registered { .. } = self.memory.data {
             if descriptor.op_flags & IO_NEED_REG_BUF == 0
-                && let Some(buffer) = self.data.number(tag)
+                && let Some(buffer) = self.memory.data.number(tag)
                 && context
                     .submit(Some(&self.served), number, key, |engine, device, tag| {
                         engine.submit_registered(device, io, buffer, tag)
@@ -226,7 +232,7 @@ impl UblkQueue {
             }
             return self.submit_copied(context, tag, io);
         }
-        let Some(buffer) = self.data.take_buffer(tag) else { return true };
+        let Some(buffer) = self.memory.data.take_buffer(tag) else { return true };
         match context.submit_buffer(Some(&self.served), number, key, (io, buffer)) {
             Ok(()) => {
                 self.in_engine += 1;
@@ -237,7 +243,7 @@ impl UblkQueue {
             Err(rejected) => {
                 let errno = errno_of(&rejected);
                 if let Some(buffer) = rejected.buf {
-                    self.data.put_buffer(tag, buffer);
+                    self.memory.data.put_buffer(tag, buffer);
                 }
                 self.answer(context, tag, -errno);
             }
@@ -258,7 +264,9 @@ impl UblkQueue {
         let start = self.served.device.buffer_offset(io.range.pos);
         let data = &mut buffer[start..start + io.range.len as usize];
         let copied = match io.op {
-            Op::Write => self.data.copy_in((self.descriptor.as_fd(), self.number), tag, data),
+            Op::Write => {
+                self.memory.data.copy_in((self.descriptor.as_fd(), self.number), tag, data)
+            }
             _ => Ok(()),
         };
         let submitted = copied.and_then(|()| {
@@ -279,11 +287,11 @@ impl UblkQueue {
         let len = completion.io.range.len;
         let result = result(completion);
         if completion.buf.is_none() && result.is_err() {
-            self.data.set_must_copy(tag, true);
+            self.memory.data.set_must_copy(tag, true);
             self.ready.push_front(tag);
             return None;
         }
-        self.data.set_must_copy(tag, false);
+        self.memory.data.set_must_copy(tag, false);
         match completion.buf {
             Some(_) => self.with_copy += 1,
             None => self.without_copy += 1,
@@ -294,7 +302,7 @@ impl UblkQueue {
             Some(buffer) if result.is_ok() && completion.io.op == Op::Read => {
                 let data = &buffer[start..start + len as usize];
                 let driver = (self.descriptor.as_fd(), self.number);
-                self.data.copy_out(driver, tag, data, (asked - len) as usize)
+                self.memory.data.copy_out(driver, tag, data, (asked - len) as usize)
             }
             _ => Ok(()),
         };
@@ -320,7 +328,7 @@ impl UblkQueue {
         tag: u16,
         outcome: i32,
     ) -> bool {
-        self.in_ring -= 1;
+        self.memory.in_ring -= 1;
         if outcome < 0 {
             if outcome != ABORTED {
                 let error = std::io::Error::from_raw_os_error(-outcome);
@@ -375,7 +383,7 @@ impl UblkQueue {
         self.in_engine -= 1;
         let completed_op = completion.io.op;
         let has_data = matches!(completed_op, Op::Read | Op::Write);
-        let answer = if has_data && self.data.is_copied_here(tag) {
+        let answer = if has_data && self.memory.data.is_copied_here(tag) {
             let start = self.served.device.buffer_offset(completion.io.range.pos);
             self.finish_data(tag, start, &completion)
         } else {
@@ -383,7 +391,7 @@ impl UblkQueue {
             let bytes = if has_data { completion.io.range.len as i32 } else { 0 };
             let answer = result(&completion).map_or_else(|errno| -errno, |()| bytes);
             if let Some(buffer) = completion.buf {
-                self.data.put_buffer(tag, buffer);
+                self.memory.data.put_buffer(tag, buffer);
             }
             Some(answer)
         };
@@ -410,8 +418,8 @@ impl UblkQueue {
         self.leaving && self.in_engine == 0
     }
 
-    /// The queue leaves the thread.
-    pub(super) fn end<Q: IoQueue>(mut self, context: &mut LoopContext<Q>) {
+    /// The queue leaves the thread. Returns what it leaves there until its commands have ended, if there are any.
+    pub(super) fn end<Q: IoQueue>(mut self, context: &mut LoopContext<Q>) -> Option<LeftQueue> {
         if self.device.registers_data() {
             let (node, number) = (self.device.node(), self.number);
             let Self { without_copy, with_copy, .. } = &self;
@@ -419,19 +427,24 @@ impl UblkQueue {
                 "{node}: queue {number}: {without_copy} requests without a copy, {with_copy} with one"
             );
         }
-        if self.in_ring == 0 {
-            self.data.release(&mut context.engine);
-        }
         context.remove_member(&mut self.member);
         if self.device.queue_ends() {
             (self.on_removed)();
         }
+        let Self { first_token, live_tags, memory, .. } = self;
+        let has_requests = live_tags > memory.in_ring;
+        let left = LeftQueue { first_token, memory, has_requests };
+        if left.memory.in_ring > 0 {
+            return Some(left);
+        }
+        left.end(&mut context.engine);
+        None
     }
 
     /// The simulated driver ends before this queue: it accesses no buffer any more.
     #[cfg(feature = "sim")]
     pub(super) fn end_driver(&mut self) {
-        self.in_ring = 0;
+        self.memory.in_ring = 0;
     }
 }
 
@@ -470,13 +483,5 @@ fn errno_of(rejected: &Rejected) -> i32 {
     match rejected.error.errno() {
         libc::EAGAIN => libc::EIO,
         errno => errno,
-    }
-}
-
-impl Drop for UblkQueue {
-    fn drop(&mut self) {
-        if self.in_ring > 0 {
-            self.data.leak();
-        }
     }
 }

@@ -48,6 +48,8 @@ pub(super) struct Driver {
     refuses: bool,
     /// Transfers of it that were made.
     direct: u32,
+    /// Numbers from which on registered buffers were given back.
+    released: Vec<u16>,
 }
 
 /// A queue with commands, whose transfers are those of `T`.
@@ -100,6 +102,10 @@ unsafe impl<T: IoQueue> IoQueue for CommandQueue<T> {
         let memory = || IoBuffer::zeroed(MAX_IO_BYTES as usize).unwrap();
         self.driver.borrow_mut().memory = (0..count).map(|_| memory()).collect();
         Some(FIRST_NUMBER)
+    }
+
+    fn release_buffers(&mut self, first: u16) {
+        self.driver.borrow_mut().released.push(first);
     }
 
     fn submit(&mut self) -> Result<(), Error> {
@@ -392,6 +398,63 @@ fn commands_that_an_earlier_queue_has_left_in_the_ring_do_not_end_those_of_the_n
     assert_eq!(scene.thread.context.members(), 1);
     scene.request(3, u32::from(OP_READ), 8, 0);
     assert_eq!(scene.answer(3), 4096);
+}
+
+/// The driver may register memory until then.
+#[test]
+fn numbers_of_registered_buffers_are_given_back_with_the_last_command_of_a_queue_that_has_left() {
+    for (outcome, released) in [(ABORTED, &[FIRST_NUMBER][..]), (0, &[])] {
+        let mut scene = Scene::with_features(F_ZERO_COPY);
+        scene.device.leave_for_test();
+        scene.thread.wake_up();
+        scene.iterate();
+        scene.iterate();
+        assert_eq!(scene.thread.context.members(), 0, "it has left");
+        let mut left: Vec<_> = scene.driver.borrow_mut().commands.drain(..).collect();
+        let (last, _) = left.pop().unwrap();
+        scene.driver.borrow_mut().ended.extend(left.iter().map(|(token, _)| (*token, ABORTED)));
+        scene.iterate();
+        assert!(scene.driver.borrow().released.is_empty());
+        // A command that ends with a request has its memory registered.
+        scene.driver.borrow_mut().ended.push((last, outcome));
+        scene.iterate();
+        assert_eq!(scene.driver.borrow().released, released, "the last one ended with {outcome}");
+    }
+}
+
+#[test]
+fn numbers_of_registered_buffers_are_kept_for_requests_that_a_queue_has_not_answered() {
+    let mut scene = Scene::with_features(F_ZERO_COPY);
+    scene.request(2, u32::from(OP_READ), 8, 0);
+    scene.thread.poll().unwrap();
+    scene.thread.take_events();
+    // The request is taken, and left to the next server.
+    scene.device.leave_for_test();
+    scene.thread.wake_up();
+    scene.iterate();
+    scene.iterate();
+    assert_eq!(scene.thread.context.members(), 0, "it has left");
+    scene.abort_all();
+    scene.iterate();
+    assert!(scene.driver.borrow().released.is_empty());
+}
+
+#[test]
+fn a_queue_that_ends_or_cannot_begin_gives_its_numbers_of_registered_buffers_back() {
+    let mut scene = Scene::with_features(F_ZERO_COPY);
+    scene.abort_all();
+    scene.iterate();
+    assert_eq!(scene.driver.borrow().released, [FIRST_NUMBER]);
+    // A file without room for the descriptors of its requests cannot be mapped.
+    let (started, begun) = channel();
+    let file = std::fs::File::open("/dev/null").unwrap();
+    let device = Arc::new(UblkDevice::simulated(file.into(), (DEPTH, MAX_IO_BYTES), F_ZERO_COPY));
+    let used = registered(&scene.thread).shared().begin_use().unwrap();
+    let start = UblkStart { device, number: 0, used, on_removed: Box::new(|| {}), started };
+    scene.thread.shared.channels[0].ublk.start(start);
+    scene.thread.wake_up();
+    assert!(begun.recv().unwrap().is_err());
+    assert_eq!(scene.driver.borrow().released, [FIRST_NUMBER; 2]);
 }
 
 #[test]
