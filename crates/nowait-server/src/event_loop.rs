@@ -150,8 +150,8 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         }
         throttle.has_limits = exports.iter().any(|served| served.throttle.borrow().is_on());
         exports.look_again();
-        for index in changed {
-            self.frontend.change_pause(&mut self.context, index);
+        if !changed.is_empty() {
+            self.frontend.change_pause(&mut self.context, &changed);
         }
     }
 
@@ -301,11 +301,12 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         let LoopContext { engine, exports, slow, .. } = &mut self.context;
         if let Some((overdue, time)) = slow.advance(now) {
             let tags = engine.tags_in_flight();
-            let late: Vec<_> = tags.filter(|(_, tag)| overdue.has(*tag)).collect();
-            for served in exports.iter() {
-                let count = late.iter().filter(|(device, _)| *device == served.index()).count();
-                if count > 0 {
-                    served.export.note_overdue(count as u32, time);
+            let late = tags.filter(|(_, tag)| overdue.has(*tag));
+            let mut devices: Vec<u32> = late.map(|(device, _)| device).collect();
+            devices.sort_unstable();
+            for of_one in devices.chunk_by(PartialEq::eq) {
+                if let Some(served) = of_one.first().and_then(|device| exports.get(*device)) {
+                    served.export.note_overdue(of_one.len() as u32, time);
                 }
             }
         }
@@ -472,6 +473,7 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         self.context.has_released = false;
         for member in self.context.blocked.drain(..) {
             if let Some(state) = self.frontend.member(member) {
+                state.is_blocked = false;
                 self.context.run_queues.schedule(member, state);
             }
         }

@@ -21,6 +21,8 @@ struct Exports {
     by_id: BTreeMap<ExportId, Arc<RegisteredExport>>,
     /// The first of each name; it may be removed already.
     by_name: HashMap<String, ExportId>,
+    /// Some exports have one name, as only those can that are there from the start.
+    has_namesakes: bool,
     next: u64,
 }
 
@@ -33,7 +35,12 @@ impl Registry {
     /// # Errors
     /// As [`RegisteredExport::new`].
     pub(crate) fn new(exports: impl IntoIterator<Item = AnyExport>) -> Result<Self, Error> {
-        let mut all = Exports { by_id: BTreeMap::new(), by_name: HashMap::new(), next: 0 };
+        let mut all = Exports {
+            by_id: BTreeMap::new(),
+            by_name: HashMap::new(),
+            has_namesakes: false,
+            next: 0,
+        };
         for export in exports {
             all.add(export)?;
         }
@@ -165,8 +172,9 @@ impl Exports {
         let registered = Arc::new(RegisteredExport::new(id, export)?);
         self.next += 1;
         let export = registered.export();
-        if self.find(export.name()).is_none() {
-            self.by_name.insert(export.name().to_owned(), id);
+        match self.find(export.name()) {
+            Some(_) => self.has_namesakes = true,
+            None => _ = self.by_name.insert(export.name().to_owned(), id),
         }
         self.by_id.insert(id, registered.clone());
         Ok(registered)
@@ -178,7 +186,9 @@ impl Exports {
         if !first.is_removed() {
             return Some(first);
         }
-        // Only exports that were there from the start can have one name.
+        if !self.has_namesakes {
+            return None;
+        }
         self.by_id.values().find(|other| !other.is_removed() && other.export().name() == name)
     }
 
@@ -189,7 +199,8 @@ impl Exports {
             return;
         }
         let is_next = |other: &&Arc<RegisteredExport>| other.export().name() == export.name();
-        match self.by_id.values().find(is_next).map(|next| next.id) {
+        let next = self.has_namesakes.then(|| self.by_id.values().find(is_next)).flatten();
+        match next.map(|next| next.id) {
             Some(next) => drop(self.by_name.insert(export.name().to_owned(), next)),
             None => drop(self.by_name.remove(export.name())),
         }

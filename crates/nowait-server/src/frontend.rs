@@ -100,9 +100,9 @@ pub(crate) trait Frontend<Q: IoQueue> {
     /// Takes no more requests. Each member leaves once its requests in flight are answered.
     fn begin_shutdown(&mut self, context: &mut LoopContext<Q>);
 
-    /// The export with this index on the thread is paused: its members take no more requests, and each
+    /// The exports with these indices on the thread, in order, are paused: their members take no more requests, and each
     /// leaves with what it holds, for the end of the pause, once its requests in flight are answered. Or
     /// those that are left go on: [`ServedExport::is_pausing`](crate::served_export::ServedExport) says
     /// which.
-    fn change_pause(&mut self, _: &mut LoopContext<Q>, _export: u32) {}
+    fn change_pause(&mut self, _: &mut LoopContext<Q>, _exports: &[u32]) {}
 }

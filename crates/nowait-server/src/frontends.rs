@@ -273,8 +273,8 @@ where
         each!(self, context, frontend => frontend.begin_shutdown(context));
     }
 
-    fn change_pause(&mut self, context: &mut LoopContext<Q>, export: u32) {
-        each!(self, context, frontend => frontend.change_pause(context, export));
+    fn change_pause(&mut self, context: &mut LoopContext<Q>, exports: &[u32]) {
+        each!(self, context, frontend => frontend.change_pause(context, exports));
     }
 }
 

@@ -197,12 +197,11 @@ impl<Q: IoQueue> LoopContext<Q> {
         self.run_queues.schedule(self.place.number(number as u64) as usize, member);
     }
 
-    /// Schedules member `number` as soon as a slot or memory is free. Only for a member without
+    /// Schedules `member`, number `number` of the frontend, as soon as a slot or memory is free. Only for a member without
     /// requests in flight: the others are scheduled when these complete.
-    pub(crate) fn block(&mut self, number: usize) {
-        let number = self.place.number(number as u64) as usize;
-        if !self.blocked.contains(&number) {
-            self.blocked.push(number);
+    pub(crate) fn block(&mut self, number: usize, member: &mut Member) {
+        if !std::mem::replace(&mut member.is_blocked, true) {
+            self.blocked.push(self.place.number(number as u64) as usize);
         }
     }
 

@@ -28,6 +28,8 @@ pub(crate) struct Member {
     pub(crate) client: Arc<ClientBuckets>,
     /// It waits until it may go on under the limits.
     pub(crate) is_held: bool,
+    /// It waits for a slot or for memory, with nothing in flight.
+    pub(crate) is_blocked: bool,
     /// The export that it uses, as its thread serves it; `None` before it has chosen one.
     pub(crate) served: Option<Rc<ServedExport>>,
     /// Its use of the export.

@@ -80,6 +80,7 @@ fn exports_without_connections_are_flushed_and_served_again() {
     an_export_that_no_connection_uses_is_flushed_after_a_while();
     an_export_that_one_connection_uses_is_not_flushed();
     many_exports_are_served_by_the_same_threads();
+    ten_thousand_exports_need_no_thread_no_descriptor_and_little_memory_each();
     an_export_is_added_and_removed_while_clients_use_it();
     an_export_with_clients_is_removed_only_by_force();
 }
@@ -119,6 +120,48 @@ fn many_exports_are_served_by_the_same_threads() {
         wait_until("all are flushed", || images.iter().all(|image| image.flushes() > 0));
         read(&mut client(socket, "1"));
     });
+}
+
+/// Resident memory of this process in bytes.
+fn resident() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
+
+/// Descriptors of this process.
+fn descriptors() -> usize {
+    fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+/// They stand on one image, so that the server's part is all that they need.
+fn ten_thousand_exports_need_no_thread_no_descriptor_and_little_memory_each() {
+    const EXPORTS: u64 = 10_000;
+    let (directory, image) = (tempfile::tempdir().unwrap(), WorkerOnlyImage::default());
+    let disk = image.device(&directory.path().join("image"), SIZE);
+    let export = |n: u64| AnyExport::new(Export::new(disk.clone(), n.to_string(), String::new()));
+    let socket = directory.path().join("socket");
+    let listeners = vec![Listener::unix(&socket).unwrap()];
+    let options = Options { threads: 2, kind: QueueKind::Threads, ..Options::default() };
+    let before = (resident(), descriptors());
+    let server = Server::start((0..EXPORTS).map(export).collect(), listeners, options).unwrap();
+    let (stopper, exports) = (server.shutdown_handle(), server.exports());
+    let running = thread::spawn(move || server.run(BOUND));
+    // The socket, and what two threads need.
+    assert!(descriptors() <= before.1 + 20, "{} descriptors", descriptors() - before.1);
+    let each = resident().saturating_sub(before.0) / EXPORTS;
+    assert!(each <= 4 << 10, "{each} bytes for an export");
+    assert_eq!(serving_threads(), numbers(2));
+    for n in (0..EXPORTS).step_by(100) {
+        read(&mut client(&socket, &n.to_string()));
+    }
+    let mut ids = exports.list().into_iter().map(|(id, _)| id);
+    let default = ids.next().unwrap();
+    ids.for_each(|id| exports.remove(id, BOUND).unwrap());
+    assert_eq!(exports.list(), [(default, "0".to_owned())]);
+    stopper.stop();
+    assert_eq!(running.join().unwrap().unwrap().unfinished, 0);
+    wait_until("its threads exit", || serving_threads().is_empty());
 }
 
 /// A removed export refuses new clients, serves the ones it has, and is flushed when they have left.

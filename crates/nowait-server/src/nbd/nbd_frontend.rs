@@ -484,9 +484,9 @@ impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
         }
     }
 
-    fn change_pause(&mut self, context: &mut LoopContext<Q>, export: u32) {
+    fn change_pause(&mut self, context: &mut LoopContext<Q>, exports: &[u32]) {
         for (number, connection) in &mut self.connections {
-            if connection.member.export() == export {
+            if exports.binary_search(&connection.member.export()).is_ok() {
                 context.schedule(number, &mut connection.member);
             }
         }

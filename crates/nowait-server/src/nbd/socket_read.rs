@@ -187,7 +187,7 @@ impl Connection {
                     self.session.unparsed.extend_from_slice(input);
                     self.session.input = ReadState::Blocked;
                     if !self.is_busy() {
-                        context.block(self.number);
+                        context.block(self.number, &mut self.member);
                     }
                     return;
                 }

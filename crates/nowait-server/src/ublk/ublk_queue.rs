@@ -366,9 +366,9 @@ impl UblkQueue {
     }
 
     /// Goes on when something was released: one of the queue's own requests, or another's.
-    fn wait<Q: IoQueue>(&self, context: &mut LoopContext<Q>) {
+    fn wait<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>) {
         if self.in_engine == 0 {
-            context.block(self.key);
+            context.block(self.key, &mut self.member);
         }
     }
 

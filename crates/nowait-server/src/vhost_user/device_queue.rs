@@ -174,9 +174,9 @@ impl DeviceQueue {
     }
 
     /// Goes on when something was released: one of the queue's own requests, or another's.
-    fn wait<Q: IoQueue>(&self, number: usize, context: &mut LoopContext<Q>) -> Step {
+    fn wait<Q: IoQueue>(&mut self, number: usize, context: &mut LoopContext<Q>) -> Step {
         if self.in_flight == 0 {
-            context.block(number);
+            context.block(number, &mut self.member);
         }
         Step::Pause
     }

@@ -4,6 +4,7 @@
 //! and then all of them.
 
 mod many_clients;
+mod many_members;
 mod service_order;
 mod split_writes;
 mod receive;

@@ -94,7 +94,7 @@ impl<Q: IoQueue> Frontend<Q> for RingFrontend {
             }
             if !context.has_free_slot(queue.member.served()) {
                 if queue.in_flight == 0 {
-                    context.block(member);
+                    context.block(member, &mut queue.member);
                 }
                 break;
             }
