@@ -55,6 +55,7 @@ pub mod sandbox;
 pub mod config;
 pub mod process;
 pub mod disks;
+mod devices;
 pub mod upgrade;
 pub mod endpoints;
 pub mod control;

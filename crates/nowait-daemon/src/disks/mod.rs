@@ -5,6 +5,5 @@ pub mod waiting;
 pub(crate) mod default_image;
 pub(crate) mod open_disk;
 pub(crate) mod served_disks;
-pub(crate) mod ublk_nodes;
 pub(crate) mod allowed_places;
 pub(crate) mod image_exchange;

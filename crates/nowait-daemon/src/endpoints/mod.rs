@@ -22,12 +22,11 @@ use nowait_server::{AnyExport, Listener};
 use crate::config::ServeConfig;
 use crate::config::export_spec::NamedExport;
 use crate::config::vhost_user_spec::DevicePlace;
+use crate::devices::ublk_nodes::UblkNodes;
 use crate::disks::default_image::{self, DefaultSocket};
 use crate::disks::open_disk::OpenedDisk;
-use crate::disks::ublk_nodes::UblkNodes;
 use crate::endpoints::signals::Ending;
 use crate::error::{CliError, create_message, os_message};
-use crate::process::systemd;
 use crate::upgrade::messages::ListenerState;
 use crate::upgrade::receiver::ReceivedListener;
 
@@ -124,22 +123,6 @@ impl Endpoints {
         let states = states.map_err(|error| CliError::new(os_message(&error)))?;
         Ok(Self { listeners, listens, inherited, default_socket, states })
     }
-}
-
-/// The connections of virtual machines that were handed over, by their descriptors; none if this
-/// program takes over those of another one. To be called before this process opens any descriptor.
-pub(crate) fn connections(
-    config: &ServeConfig,
-    takes_over: bool,
-) -> Result<HashMap<i32, UnixStream>, CliError> {
-    if takes_over {
-        return Ok(HashMap::new());
-    }
-    let numbers = config.vhost_user.iter().filter_map(|socket| match socket.socket {
-        DevicePlace::Descriptor(number) => Some(number),
-        DevicePlace::Path(_) | DevicePlace::ConnectsTo(_) => None,
-    });
-    numbers.map(|number| Ok((number, systemd::connection(number)?))).collect()
 }
 
 /// Binds every address. Returns the inherited listeners first, then the new ones in their order.

@@ -7,8 +7,9 @@ use nowait_server::QueueKind;
 
 use crate::config::export_spec::NamedExport;
 use crate::config::{Encryption, ServeConfig};
+use crate::devices::ublk_nodes::UblkNodes;
+use crate::devices::vhost_sockets::vhost_user_paths;
 use crate::disks::open_disk::OpenedDisk;
-use crate::disks::ublk_nodes::UblkNodes;
 
 /// The lines that say where clients can connect; with `--json` one object.
 pub(crate) fn ready_lines(
@@ -72,19 +73,6 @@ pub(crate) fn ready_lines(
 pub(crate) fn uris(config: &ServeConfig, listens: &[Address], named: &NamedExport) -> Vec<String> {
     let tls = config.requires_tls();
     listens.iter().map(|listen| listen.uri(&named.name, tls)).collect()
-}
-
-/// The vhost-user sockets of each of `all`.
-pub(crate) fn vhost_user_paths(config: &ServeConfig, all: &[OpenedDisk]) -> Vec<Vec<String>> {
-    let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
-    let mut paths = vec![Vec::new(); all.len()];
-    for socket in &config.vhost_user {
-        let index = socket.export_of(&named).ok();
-        if let Some(its) = index.and_then(|index| paths.get_mut(index)) {
-            its.push(socket.socket.to_string());
-        }
-    }
-    paths
 }
 
 /// Commands that can be tried at `uri`, for a user who has given nothing.

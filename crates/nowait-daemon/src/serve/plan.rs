@@ -9,7 +9,7 @@ use nowait_nbd::Address;
 use nowait_server::Listener;
 use rustix::process::Rlimit;
 
-use crate::endpoints;
+use crate::devices::vhost_sockets;
 use crate::error::CliError;
 use crate::process::lifetime::Parent;
 use crate::process::systemd;
@@ -37,7 +37,7 @@ impl<'a> Plan<'a> {
     /// A descriptor that was named is not a socket, or not open.
     pub(super) fn of(context: Context<'a>, descriptors: Rlimit) -> Result<Self, CliError> {
         let parent = Parent::now();
-        let connections = endpoints::connections(context.config, context.receiver.is_some())?;
+        let connections = vhost_sockets::connections(context.config, context.receiver.is_some())?;
         let inherited = systemd::sockets()?;
         *context.waiting =
             inherited.iter().filter_map(|(listener, _)| listener.try_clone().ok()).collect();
