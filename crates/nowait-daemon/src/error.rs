@@ -4,10 +4,12 @@
 //! user can do something about it, what to do; names are escaped by [`plain`], so that it stays one
 //! line.
 
-use std::fmt;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
+use std::{fmt, io};
 
 use nowait_image::ImageError;
+use nowait_nbd::Address;
 
 pub use nowait_image::{create_message, open_message, os_message, plain};
 
@@ -95,6 +97,25 @@ pub fn without_secrets(text: &str) -> String {
         rest = later;
     }
     shown + rest
+}
+
+/// Why nothing can listen at an address.
+pub(crate) fn bind_failure(listen: &Address, error: &io::Error) -> CliError {
+    let (at, hint) = match listen {
+        Address::Unix(path) => (path.display().to_string(), "another path"),
+        Address::Tcp { host, port } => (format!("{host}:{port}"), "another port"),
+    };
+    if let Address::Unix(path) = listen
+        && let Ok(there) = std::fs::symlink_metadata(path)
+        && !there.file_type().is_socket()
+    {
+        let what = if there.is_dir() { "a directory" } else { "a file and no socket" };
+        return CliError::new(format!("{at}: it is {what} (give {hint})"));
+    }
+    if error.kind() == io::ErrorKind::AddrInUse {
+        return CliError::new(format!("{at}: the address is in use (give {hint})"));
+    }
+    CliError::new(format!("{at}: {}", create_message("listen", error)))
 }
 
 #[cfg(test)]

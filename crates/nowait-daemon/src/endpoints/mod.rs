@@ -11,7 +11,6 @@ pub(crate) mod ready_lines;
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -26,7 +25,7 @@ use crate::devices::ublk_nodes::UblkNodes;
 use crate::disks::default_image::{self, DefaultSocket};
 use crate::disks::open_disk::OpenedDisk;
 use crate::endpoints::signals::Ending;
-use crate::error::{CliError, create_message, os_message};
+use crate::error::{CliError, bind_failure, os_message};
 use crate::upgrade::messages::ListenerState;
 use crate::upgrade::receiver::ReceivedListener;
 
@@ -196,22 +195,4 @@ pub(crate) fn exports_of(
         exports.insert(index, export);
     }
     Ok(exports)
-}
-
-fn bind_failure(listen: &Address, error: &io::Error) -> CliError {
-    let (at, hint) = match listen {
-        Address::Unix(path) => (path.display().to_string(), "another path"),
-        Address::Tcp { host, port } => (format!("{host}:{port}"), "another port"),
-    };
-    if let Address::Unix(path) = listen
-        && let Ok(there) = std::fs::symlink_metadata(path)
-        && !there.file_type().is_socket()
-    {
-        let what = if there.is_dir() { "a directory" } else { "a file and no socket" };
-        return CliError::new(format!("{at}: it is {what} (give {hint})"));
-    }
-    if error.kind() == io::ErrorKind::AddrInUse {
-        return CliError::new(format!("{at}: the address is in use (give {hint})"));
-    }
-    CliError::new(format!("{at}: {}", create_message("listen", error)))
 }
