@@ -326,6 +326,52 @@ mod tests {
     use super::*;
     use crate::api::ErrnoInfo;
 
+    /// One of everything, each value another one.
+    fn example() -> (ServerInfo, Vec<ExportInfo>) {
+        let store = r#"{"url": "s3://b/k", "hits": 1, "misses": 2, "corrupt": 3, "stored": 4, "fetched_bytes": 5,
+            "requests": 6, "retries": 7, "sum_seconds": 0.5, "buckets": [{"below_seconds": 0.25, "requests": 6}]}"#;
+        let behind = r#"{"uri": "nbd://h/a", "connected": true, "reconnects": 8, "asked_again": 9,
+            "unflushed_bytes": 10}"#;
+        let server = format!(
+            r#"{{"version": "1", "pid": 11, "uptime_seconds": 12.5, "connections": 13, "max_connections": 14,
+            "registered_bytes": 15, "stores": [{store}], "block_memory_bytes": 16, "max_block_memory_bytes": 17,
+            "nbd_servers": [{behind}]}}"#
+        );
+        let latency = r#"{"timed": 18, "sum_seconds": 1.5, "p50_seconds": 0.5, "p99_seconds": 0.5,
+            "buckets": [{"below_seconds": 0.5, "requests": 18}, {"requests": 0}]}"#;
+        let operations = ["read", "write", "flush", "discard", "zero", "status"].into_iter().enumerate();
+        let operations: Vec<_> = operations
+            .map(|(at, name)| {
+                format!(
+                    r#""{name}": {{"requests": {}, "bytes": {}, "errors": 1, "latency": {latency},
+                    "device_latency": {latency}}}"#,
+                    20 + at,
+                    30 + at
+                )
+            })
+            .collect();
+        let export = format!(
+            r#"{{"id": 40, "name": "a", "description": "", "image": "", "format": "raw", "size_bytes": 41,
+            "read_only": true, "direct_io": true, "places": [], "members": 42, "in_flight": 43,
+            "frontends": {{"nbd": {{"operations": {{{}}},
+                "errors": [{{"errno": 5, "message": "", "requests": 44}}]}}}},
+            "mechanisms": {{"simple": 45}}, "limits": {{}}}}"#,
+            operations.join(", ")
+        );
+        (serde_json::from_str(&server).unwrap(), vec![serde_json::from_str(&export).unwrap()])
+    }
+
+    #[test]
+    fn the_names_types_and_units_are_those_that_programs_know() {
+        let (server, exports) = example();
+        let text = text_of(server, exports).unwrap();
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/metrics.txt");
+        if std::env::var_os("NOWAIT_WRITE_DOCS").is_some() {
+            std::fs::write(path, &text).unwrap();
+        }
+        assert_eq!(text, std::fs::read_to_string(path).unwrap());
+    }
+
     #[test]
     fn a_name_with_quotes_and_line_ends_stays_in_its_label() {
         let read =
