@@ -1,97 +1,12 @@
-//! What requests and answers of the control interface are made of; `docs/control.openapi.json` is
-//! the same for programs.
+//! Requests and answers of the control interface, without those that have counters
+//! (`counted_api.rs`); `docs/control.openapi.json` is the same for programs.
 //!
 //! Invariant: a field that a later version adds is optional for a reader; none is ever renamed.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
-use nowait_server::{FrontendKind, FrontendTotals, Latencies, Limits, OpTotals, TokenBucket};
+use nowait_server::{Latencies, Limits, TokenBucket};
 use serde::{Deserialize, Serialize};
-
-/// A server (`GET /v1/server`).
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct ServerInfo {
-    /// The version of the program.
-    pub version: String,
-    /// Its process.
-    pub pid: u32,
-    /// Time since it began to serve, in seconds.
-    pub uptime_seconds: f64,
-    /// Connections of clients.
-    pub connections: u64,
-    /// The most that it takes.
-    pub max_connections: u64,
-    /// Bytes of memory that the kernel has registered for its transfers.
-    pub registered_bytes: u64,
-    /// Clients that follow its events.
-    #[serde(default)]
-    pub event_subscribers: u64,
-    /// What is wrong with the server, each in one line.
-    #[serde(default)]
-    pub warnings: Vec<String>,
-    /// The objects that images are read from.
-    #[serde(default)]
-    pub stores: Vec<StoreInfo>,
-    /// Bytes of memory that blocks of these objects have.
-    #[serde(default)]
-    pub block_memory_bytes: u64,
-    /// The most that they may have.
-    #[serde(default)]
-    pub max_block_memory_bytes: u64,
-    /// The exports of other NBD servers that images are in.
-    #[serde(default)]
-    pub nbd_servers: Vec<NbdServerInfo>,
-}
-
-/// An export of another NBD server, and the connection to it since it was opened.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NbdServerInfo {
-    /// Where it is.
-    pub uri: String,
-    /// Whether there is a connection now.
-    pub connected: bool,
-    /// Connections that were made in place of one that was lost.
-    pub reconnects: u64,
-    /// Requests that were asked again because a connection was lost.
-    pub asked_again: u64,
-    /// Bytes that were written and are covered by no flush: they are kept, to be written again.
-    pub unflushed_bytes: u64,
-}
-
-/// An object of an object store or a web server, and how the store has answered since it was opened.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct StoreInfo {
-    /// Where it is.
-    pub url: String,
-    /// Blocks that reads had from memory or from the cache.
-    pub hits: u64,
-    /// Blocks that reads had from the store.
-    pub misses: u64,
-    /// Blocks of the cache that were not what was written there, and were fetched again.
-    pub corrupt: u64,
-    /// Blocks that were written to the cache.
-    pub stored: u64,
-    /// Bytes that came from the store.
-    pub fetched_bytes: u64,
-    /// Requests to the store.
-    pub requests: u64,
-    /// Requests that were made again.
-    pub retries: u64,
-    /// How long the requests took together, in seconds.
-    pub sum_seconds: f64,
-    /// The buckets of how long they took, as those of a [`LatencyInfo`].
-    pub buckets: Vec<BucketInfo>,
-}
-
-/// What a server tells each second (the event `statistics` of `GET /v1/events`).
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct Statistics {
-    /// The server.
-    pub server: ServerInfo,
-    /// Its exports.
-    pub exports: Vec<ExportInfo>,
-}
 
 /// The last hour (`GET /v1/history`): samples of all that was done between them.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -194,46 +109,6 @@ pub struct UpgradeReport {
     pub closed: u64,
 }
 
-/// An export (`GET /v1/exports`).
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct ExportInfo {
-    /// Its number; never used again by this server. `@ID` names it in a path.
-    pub id: u64,
-    /// The name by which clients choose it; empty for a default export without one.
-    pub name: String,
-    /// A text for people.
-    pub description: String,
-    /// The path of its image.
-    pub image: String,
-    /// The format of its image: `raw` or `qcow2`.
-    pub format: String,
-    /// Size in bytes.
-    pub size_bytes: u64,
-    /// Whether writes are refused.
-    pub read_only: bool,
-    /// Whether the page cache is bypassed.
-    pub direct_io: bool,
-    /// Where it can be reached: URIs of NBD, `vhost-user:PATH`, the path of a block device.
-    pub places: Vec<String>,
-    /// Connections and queues that are served.
-    pub members: u64,
-    /// Requests in flight, as of a moment ago.
-    pub in_flight: u64,
-    /// What each frontend has done since the export was added; those that did nothing are left out.
-    pub frontends: BTreeMap<String, FrontendInfo>,
-    /// How the engines have served the requests: `simple`, `general`, `worker`, `merged` and others.
-    pub mechanisms: BTreeMap<String, u64>,
-    /// What it may do, all its frontends and clients together.
-    pub limits: LimitsInfo,
-    /// What each of its clients may do beside that.
-    #[serde(default)]
-    pub connection_limits: LimitsInfo,
-    /// Its share of a thread beside other exports that always have much to move, 1 to 10000; 100 unless
-    /// it was changed.
-    #[serde(default)]
-    pub weight: u32,
-}
-
 /// Limits of an export, or of each of its clients; a limit that is absent does not hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -302,32 +177,6 @@ impl From<LimitsInfo> for Limits {
     }
 }
 
-/// What a frontend of an export has done.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct FrontendInfo {
-    /// By operation: `read`, `write`, `flush`, `discard`, `zero`, `status`.
-    pub operations: BTreeMap<String, OperationInfo>,
-    /// The errors that requests ended with.
-    pub errors: Vec<ErrnoInfo>,
-}
-
-/// The requests of an operation.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct OperationInfo {
-    /// Requests that were answered, those with an error included.
-    pub requests: u64,
-    /// Bytes of those that succeeded.
-    pub bytes: u64,
-    /// Requests that failed.
-    pub errors: u64,
-    /// How long requests took; absent if none was timed.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub latency: Option<LatencyInfo>,
-    /// How long of that the storage took.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub device_latency: Option<LatencyInfo>,
-}
-
 /// How long requests took, from their submission to the engine to their completion. One in sixteen is
 /// timed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -355,18 +204,22 @@ pub struct BucketInfo {
     pub requests: u64,
 }
 
+impl From<(f64, u64)> for BucketInfo {
+    /// The bucket of a bound in seconds, infinite for the last one, and its requests.
+    fn from((bound, requests): (f64, u64)) -> Self {
+        Self { below_seconds: bound.is_finite().then_some(bound), requests }
+    }
+}
+
 impl LatencyInfo {
-    fn of(latencies: &Latencies) -> Option<Self> {
-        let bucket = |(bound, requests): (f64, u64)| BucketInfo {
-            below_seconds: bound.is_finite().then_some(bound),
-            requests,
-        };
+    /// Those of `latencies`, unless there are none.
+    pub(crate) fn of(latencies: &Latencies) -> Option<Self> {
         Some(Self {
             timed: latencies.count(),
             sum_seconds: latencies.sum().as_secs_f64(),
             p50_seconds: latencies.quantile(0.5)?,
             p99_seconds: latencies.quantile(0.99)?,
-            buckets: latencies.buckets().map(bucket).collect(),
+            buckets: latencies.buckets().map(BucketInfo::from).collect(),
         })
     }
 }
@@ -380,36 +233,6 @@ pub struct ErrnoInfo {
     pub message: String,
     /// Requests.
     pub requests: u64,
-}
-
-impl From<&FrontendTotals> for FrontendInfo {
-    fn from(totals: &FrontendTotals) -> Self {
-        let operation = |(name, totals): (&str, &OpTotals)| {
-            let &OpTotals { requests, bytes, errors, .. } = totals;
-            let latency = LatencyInfo::of(&totals.latencies);
-            let device_latency = LatencyInfo::of(&totals.device_latencies);
-            let info = OperationInfo { requests, bytes, errors, latency, device_latency };
-            (name.to_owned(), info)
-        };
-        let errno = |&(errno, requests): &(i32, u64)| ErrnoInfo {
-            errno,
-            message: std::io::Error::from_raw_os_error(errno).to_string(),
-            requests,
-        };
-        Self {
-            operations: totals.ops().map(operation).collect(),
-            errors: totals.errnos.iter().map(errno).collect(),
-        }
-    }
-}
-
-impl FrontendInfo {
-    /// The frontends that have done something, by their names.
-    #[must_use]
-    pub fn of_all(totals: &[(FrontendKind, FrontendTotals)]) -> BTreeMap<String, Self> {
-        let busy = totals.iter().filter(|(_, totals)| totals.requests() > 0);
-        busy.map(|(kind, totals)| (kind.name().to_owned(), totals.into())).collect()
-    }
 }
 
 /// A connection (`GET /v1/connections`).

@@ -7,10 +7,11 @@ use std::fmt;
 use nowait_server::ExportError;
 
 use crate::api::{
-    AddExport, ConnectionInfo, ExportInfo, PatchExport, ServerInfo, SnapshotReport,
-    SnapshotRequest, UpgradeReport, UpgradeRequest,
+    AddExport, ConnectionInfo, PatchExport, SnapshotReport, SnapshotRequest, UpgradeReport,
+    UpgradeRequest,
 };
 use crate::bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
+use crate::counted_api::{ExportInfo, ServerInfo};
 
 /// A server that can be asked and changed. Methods may be called by several threads simultaneously.
 pub trait ControlledServer: Send + Sync + 'static {

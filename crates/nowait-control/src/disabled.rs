@@ -12,12 +12,13 @@ use std::sync::Arc;
 use nowait_server::Credentials;
 
 use crate::api::{
-    AddExport, ConnectionInfo, ExportInfo, PatchExport, ServerInfo, SnapshotReport,
-    SnapshotRequest, UpgradeReport, UpgradeRequest,
+    AddExport, ConnectionInfo, PatchExport, SnapshotReport, SnapshotRequest, UpgradeReport,
+    UpgradeRequest,
 };
 use crate::bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
 use crate::client_error::ClientError;
 use crate::controlled_server::ControlledServer;
+use crate::counted_api::{ExportInfo, ServerInfo};
 
 const REFUSAL: &str =
     "this nowait was built without the control interface (it is the cargo feature \"control\")";

@@ -8,6 +8,8 @@
 #![forbid(unsafe_code)]
 
 mod api;
+mod described;
+mod counted_api;
 mod bitmap_api;
 mod load;
 mod controlled_server;
@@ -22,13 +24,15 @@ use disabled as http;
 
 pub use api::{
     AddExport, AddFrontend, BucketInfo, BucketLimit, ConnectionInfo, ErrnoInfo, ExportHistory,
-    ExportInfo, FrontendInfo, HistoryInfo, LatencyInfo, LimitsInfo, NbdServerInfo, OperationInfo,
-    PastErrors, PatchExport, RemovedExport, SeriesInfo, ServerInfo, SnapshotReport,
-    SnapshotRequest, Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
+    HistoryInfo, LatencyInfo, LimitsInfo, PastErrors, PatchExport, RemovedExport, SeriesInfo,
+    SnapshotReport, SnapshotRequest, UpgradeReport, UpgradeRequest,
 };
 pub use bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
 pub use client_error::ClientError;
 pub use controlled_server::{ControlError, ControlledServer};
+pub use counted_api::{
+    ExportInfo, FrontendInfo, NbdServerInfo, OperationInfo, ServerInfo, Statistics, StoreInfo,
+};
 #[cfg(feature = "fuzz")]
 pub use http::fuzz;
 pub use http::{Client, DISABLED, HttpListener, HttpServer, Proof, Token};

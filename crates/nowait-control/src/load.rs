@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use crate::api::{ExportInfo, LatencyInfo};
+use crate::api::LatencyInfo;
+use crate::counted_api::ExportInfo;
 
 /// The load of an export, or of all.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -179,7 +180,8 @@ pub fn paths(before: &[ExportInfo], now: &[ExportInfo]) -> Vec<(&'static str, f6
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::api::{BucketInfo, FrontendInfo, OperationInfo};
+    use crate::api::BucketInfo;
+    use crate::counted_api::{FrontendInfo, OperationInfo};
 
     fn export(reads: u64, buckets: [u64; 3]) -> ExportInfo {
         let bounds = [Some(0.001), Some(0.002), None];

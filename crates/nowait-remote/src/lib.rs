@@ -10,6 +10,7 @@
 
 mod host_names;
 mod open_list;
+mod store_counters;
 mod fault_log;
 mod policy;
 mod credential_output;
@@ -42,10 +43,9 @@ pub use object::DISABLED as OBJECT_STORES_DISABLED;
 pub use object::fuzz;
 pub use object::{
     BLOCK_MEMORY, BootRecord, CacheOptions, MIN_BLOCK_MEMORY, MIN_CACHE_BYTES, ObjectOptions,
-    ObjectStorage, ObjectUpload, ObjectUrl, StoreCounters, StoreCounts, UploadOptions,
-    block_memory, credential_command, credential_program, limit_block_memory, open_stores,
-    redirect_ports, run_credential_process, run_credential_processes_by,
-    run_only_credential_process,
+    ObjectStorage, ObjectUpload, ObjectUrl, UploadOptions, block_memory, credential_command,
+    credential_program, limit_block_memory, redirect_ports, run_credential_process,
+    run_credential_processes_by, run_only_credential_process,
 };
 pub use open::{RemoteOptions, open, open_backings, open_storage};
 pub use policy::{
@@ -53,3 +53,4 @@ pub use policy::{
 };
 pub use rbd::{RbdLocation, RbdStorage};
 pub use rbd_options::RbdOptions;
+pub use store_counters::{MemoryCounts, StoreCounters, StoreCounts, open_stores};

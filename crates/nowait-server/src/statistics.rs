@@ -17,29 +17,8 @@ const OPS: [Op; 6] = [Op::Read, Op::Write, Op::Flush, Op::Discard, Op::Zero, Op:
 /// The most different errnos that are counted apart; others count as `EIO`.
 const MAX_ERRNOS: usize = 32;
 
-/// A count of an engine: its name and its place.
-type Mechanism = (&'static str, fn(&Stats) -> u64);
-
-/// The counts of an engine by the names that programs see.
-const MECHANISMS: [Mechanism; 14] = [
-    ("simple", |stats| stats.simple),
-    ("general", |stats| stats.general),
-    ("worker", |stats| stats.worker),
-    ("refused", |stats| stats.refused),
-    ("retried", |stats| stats.retried),
-    ("remote", |stats| stats.remote),
-    ("deferred", |stats| stats.deferred),
-    ("merged", |stats| stats.merged),
-    ("backed_off", |stats| stats.backed_off),
-    ("zero_filled_bytes", |stats| stats.zero_filled),
-    ("polled", |stats| stats.polled),
-    ("pool_hit", |stats| stats.pool.hit),
-    ("pool_allocated", |stats| stats.pool.allocated),
-    ("pool_empty", |stats| stats.pool.empty),
-];
-
-/// The counts of [`MECHANISMS`], in their order.
-pub(crate) type MechanismCounts = [u64; MECHANISMS.len()];
+/// The counts of an engine, in the order of [`Stats::mechanisms`].
+pub(crate) type MechanismCounts = [u64; Stats::MECHANISMS];
 
 /// The requests of one operation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -97,7 +76,7 @@ pub(crate) struct ThreadStatistics {
     /// Made with the first request of a frontend: there may be many exports.
     by_frontend: [OnceLock<Box<FrontendCounters>>; FrontendKind::ALL.len()],
     /// How the engines of this thread and of those before it have served their requests.
-    mechanisms: [AtomicU64; MECHANISMS.len()],
+    mechanisms: [AtomicU64; Stats::MECHANISMS],
     /// Requests in flight, as published last.
     in_flight: AtomicU32,
 }
@@ -153,8 +132,10 @@ impl ThreadStatistics {
     /// flight. To be called by the thread itself.
     pub(crate) fn publish(&self, before: &MechanismCounts, stats: &Stats, in_flight: u32) {
         self.in_flight.store(in_flight, Ordering::Relaxed);
-        for ((counter, before), (_, count)) in self.mechanisms.iter().zip(before).zip(MECHANISMS) {
-            counter.store(before + count(stats), Ordering::Relaxed);
+        for ((counter, before), (_, count)) in
+            self.mechanisms.iter().zip(before).zip(stats.mechanisms())
+        {
+            counter.store(before + count, Ordering::Relaxed);
         }
     }
 
@@ -213,11 +194,11 @@ impl ExportStatistics {
 
     /// How the engines have served the requests ([`Stats`]): names and counts.
     pub(crate) fn mechanisms(&self) -> Vec<(&'static str, u64)> {
-        let mut sums = [0; MECHANISMS.len()];
+        let mut sums: MechanismCounts = Default::default();
         for thread in lock(&self.threads).iter() {
             sums.iter_mut().zip(thread.mechanisms()).for_each(|(sum, count)| *sum += count);
         }
-        MECHANISMS.into_iter().map(|(name, _)| name).zip(sums).collect()
+        Stats::default().mechanisms().map(|(name, _)| name).zip(sums).collect()
     }
 
     /// Requests in flight on all threads, as published last.

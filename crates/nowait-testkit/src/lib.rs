@@ -9,6 +9,7 @@ pub mod random;
 pub mod process;
 pub mod requirements;
 pub mod scratch;
+pub mod documents;
 pub mod file_systems;
 pub mod instructions;
 pub mod allocations;

@@ -72,6 +72,7 @@
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 compile_error!("nowait needs 64-bit Linux");
 
+#[macro_use]
 mod types;
 mod sim_hooks;
 mod memory;
@@ -148,6 +149,7 @@ pub mod internal {
     pub use crate::storage::StorageSpace;
     pub use crate::storage::device_claim::retry_while_claimed;
     pub use crate::threads::adaptive_poll::AdaptivePoll;
+    pub use crate::types::counts::{Count, CountKind, CountValue, Countable, Counted};
     pub use crate::types::iovec::MAX_TRANSFER_BYTES;
 }
 

@@ -426,7 +426,9 @@ fn declared(code: &str) -> Vec<String> {
 fn references(code: &str, module: &[String]) -> Vec<(usize, Vec<String>)> {
     let mut all = Vec::new();
     for (word, base) in [("crate::", 0), ("super::", module.len().saturating_sub(1))] {
-        for at in occurrences(code, word).filter(|&at| !code[..at].ends_with("super::")) {
+        // A macro's `$crate` is written for files after it.
+        let is_first = |&at: &usize| !code[..at].ends_with("super::") && !code[..at].ends_with('$');
+        for at in occurrences(code, word).filter(is_first) {
             let (mut base, mut rest) = (base, at + word.len());
             while code[rest..].starts_with("super::") {
                 (base, rest) = (base.saturating_sub(1), rest + "super::".len());

@@ -22,11 +22,12 @@ use tokio::runtime::{Builder, Runtime};
 use tokio_rustls::TlsConnector;
 
 use crate::api::{
-    AddExport, ConnectionInfo, ExportInfo, PatchExport, ServerInfo, SnapshotReport,
-    SnapshotRequest, UpgradeReport, UpgradeRequest,
+    AddExport, ConnectionInfo, PatchExport, SnapshotReport, SnapshotRequest, UpgradeReport,
+    UpgradeRequest,
 };
 use crate::bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
 use crate::client_error::ClientError;
+use crate::counted_api::{ExportInfo, ServerInfo};
 use crate::http::http_listener::Stream;
 use crate::http::refusal::ErrorInfo;
 use crate::http::token::Token;

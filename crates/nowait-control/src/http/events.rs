@@ -14,8 +14,9 @@ use futures_util::stream::{Stream, unfold};
 use serde::Serialize;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, broadcast};
 
-use crate::api::{ConnectionInfo, ExportInfo, RemovedExport, Statistics};
+use crate::api::{ConnectionInfo, RemovedExport};
 use crate::controlled_server::ControlledServer;
+use crate::counted_api::{ExportInfo, Statistics};
 use crate::http::blocking_calls::blocking;
 
 /// The most subscribers simultaneously.

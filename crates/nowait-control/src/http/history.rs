@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use tokio::time::{Instant, MissedTickBehavior};
 
-use crate::api::{ExportHistory, ExportInfo, HistoryInfo, PastErrors, SeriesInfo};
+use crate::api::{ExportHistory, HistoryInfo, PastErrors, SeriesInfo};
 use crate::controlled_server::ControlledServer;
+use crate::counted_api::ExportInfo;
 use crate::http::blocking_calls::blocking;
 use crate::load::Load;
 
@@ -202,7 +203,8 @@ fn rounded(value: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::api::{ErrnoInfo, FrontendInfo, OperationInfo};
+    use crate::api::ErrnoInfo;
+    use crate::counted_api::{FrontendInfo, OperationInfo};
 
     fn export(id: u64, reads: u64, failed: u64) -> ExportInfo {
         let read = OperationInfo {

@@ -5,17 +5,18 @@
 
 use std::fmt;
 
+use nowait::internal::{CountKind, CountValue, Counted};
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, NoLabelSet, text};
+use prometheus_client::encoding::{
+    DescriptorEncoder, EncodeMetric, MetricEncoder, NoLabelSet, text,
+};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::{Registry, Unit};
 
-use crate::api::{
-    BucketInfo, ExportInfo, FrontendInfo, LatencyInfo, NbdServerInfo, OperationInfo, ServerInfo,
-    StoreInfo,
-};
+use crate::api::{BucketInfo, LatencyInfo};
+use crate::counted_api::{ExportInfo, FrontendInfo, OperationInfo, ServerInfo};
 
 /// The content type of [`text_of`].
 pub(crate) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -50,46 +51,11 @@ const OPERATIONS: [OperationNames; 6] = [
     ("status", "nowait_export_status_requests", None),
 ];
 
-/// A metric of an export: its name, its help, its unit and its value.
-type OfExport = (&'static str, &'static str, Option<Unit>, fn(&ExportInfo) -> u64);
-
-const OF_EXPORTS: [OfExport; 4] = [
-    ("nowait_export_size", "Size of the disk", Some(Unit::Bytes), |export| export.size_bytes),
-    ("nowait_export_in_flight", "Requests in flight", None, |export| export.in_flight),
-    ("nowait_export_members", "Connections and queues served", None, |export| export.members),
-    ("nowait_export_read_only", "Whether writes are refused", None, |export| {
-        u64::from(export.read_only)
-    }),
-];
-
 impl Collector for Snapshot {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let Self { server, exports } = self;
-        gauge(&mut encoder, "nowait_connections", "Connections of clients", server.connections)?;
-        let most = server.max_connections;
-        gauge(&mut encoder, "nowait_connections_limit", "The most connections", most)?;
-        let registered = encoder.encode_descriptor(
-            "nowait_registered",
-            "Memory registered with the kernel",
-            Some(&Unit::Bytes),
-            MetricType::Gauge,
-        )?;
-        ConstGauge::new(server.registered_bytes).encode(registered)?;
-        let uptime = encoder.encode_descriptor(
-            "nowait_uptime",
-            "Time since the server began",
-            Some(&Unit::Seconds),
-            MetricType::Gauge,
-        )?;
-        ConstGauge::new(server.uptime_seconds).encode(uptime)?;
-        for (name, help, unit, value) in OF_EXPORTS {
-            let mut family =
-                encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Gauge)?;
-            for export in exports {
-                let labels = [("export", escaped(&export.name))];
-                ConstGauge::new(value(export)).encode(family.encode_family(&labels)?)?;
-            }
-        }
+        counts(&mut encoder, [(None, server)])?;
+        counts(&mut encoder, exports.iter().map(|it| (Some(("export", it.name.as_str())), it)))?;
         for (operation, requests, bytes) in OPERATIONS {
             let help = format!("Requests of kind {operation} that were answered");
             counters(&mut encoder, (requests, &help, None), exports, |info| {
@@ -114,7 +80,13 @@ impl Collector for Snapshot {
             }
         }
         stores(&mut encoder, server)?;
-        nbd_servers(&mut encoder, &server.nbd_servers)?;
+        let behind = &server.nbd_servers;
+        if !behind.is_empty() {
+            counts(
+                &mut encoder,
+                behind.iter().map(|it| (Some(("uri", it.uri.as_str())), &it.counts)),
+            )?;
+        }
         let help = "Errors that requests ended with";
         let mut family =
             encoder.encode_descriptor("nowait_export_errors", help, None, MetricType::Counter)?;
@@ -173,19 +145,51 @@ fn durations(
     Ok(())
 }
 
-/// A counter of a store: its name, its help, its unit and its value.
-type OfStore = (&'static str, &'static str, Option<Unit>, fn(&StoreInfo) -> u64);
+/// A label: its name and its value.
+type Label<'a> = (&'static str, &'a str);
 
-const OF_STORES: [OfStore; 6] = [
-    ("nowait_store_hits", "Blocks that reads had from memory or the cache", None, |it| it.hits),
-    ("nowait_store_misses", "Blocks that reads had from the store", None, |it| it.misses),
-    ("nowait_store_corrupt", "Blocks of the cache that were corrupt", None, |it| it.corrupt),
-    ("nowait_store_stored", "Blocks that were written to the cache", None, |it| it.stored),
-    ("nowait_store_fetched", "Bytes that came from the store", Some(Unit::Bytes), |it| {
-        it.fetched_bytes
-    }),
-    ("nowait_store_retries", "Requests to the store that were made again", None, |it| it.retries),
-];
+/// The counts of all `items`, by their labels.
+fn counts<'a, T: Counted>(
+    encoder: &mut DescriptorEncoder<'_>,
+    items: impl IntoIterator<Item = (Option<Label<'a>>, &'a T)> + Clone,
+) -> Result<(), fmt::Error> {
+    for count in T::COUNTS {
+        let unit = match count.unit {
+            "" => None,
+            "bytes" => Some(Unit::Bytes),
+            "seconds" => Some(Unit::Seconds),
+            other => Some(Unit::Other(other.into())),
+        };
+        let kind = match count.kind {
+            CountKind::Counter => MetricType::Counter,
+            CountKind::Gauge => MetricType::Gauge,
+        };
+        let help = count.help.trim().trim_end_matches('.');
+        let mut family = encoder.encode_descriptor(count.name, help, unit.as_ref(), kind)?;
+        for (label, item) in items.clone() {
+            let value = (count.get)(item);
+            match label {
+                Some((name, text)) => {
+                    encode(value, kind, family.encode_family(&[(name, escaped(text))])?)?;
+                }
+                None => {
+                    encode(value, kind, family)?;
+                    break;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn encode(value: CountValue, kind: MetricType, encoder: MetricEncoder<'_>) -> fmt::Result {
+    match (kind, value) {
+        (MetricType::Counter, CountValue::Float(value)) => ConstCounter::new(value).encode(encoder),
+        (_, CountValue::Float(value)) => ConstGauge::new(value).encode(encoder),
+        (MetricType::Counter, value) => ConstCounter::new(value.integer()).encode(encoder),
+        (_, value) => ConstGauge::new(value.integer()).encode(encoder),
+    }
+}
 
 /// The memory and the counters of the objects that images are read from, and how long requests to them took.
 fn stores(encoder: &mut DescriptorEncoder<'_>, server: &ServerInfo) -> Result<(), fmt::Error> {
@@ -193,23 +197,8 @@ fn stores(encoder: &mut DescriptorEncoder<'_>, server: &ServerInfo) -> Result<()
     if stores.is_empty() {
         return Ok(());
     }
-    let memory = "Memory for blocks of all objects";
-    let most = "The most memory for blocks of all objects";
-    for (name, help, bytes) in [
-        ("nowait_block_memory", memory, server.block_memory_bytes),
-        ("nowait_block_memory_limit", most, server.max_block_memory_bytes),
-    ] {
-        let gauge = encoder.encode_descriptor(name, help, Some(&Unit::Bytes), MetricType::Gauge)?;
-        ConstGauge::new(bytes).encode(gauge)?;
-    }
-    for (name, help, unit, value) in OF_STORES {
-        let mut family =
-            encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Counter)?;
-        for store in stores {
-            let labels = [("url", escaped(&store.url))];
-            ConstCounter::new(value(store)).encode(family.encode_family(&labels)?)?;
-        }
-    }
+    counts(encoder, [(None, &server.block_memory)])?;
+    counts(encoder, stores.iter().map(|it| (Some(("url", it.url.as_str())), &it.counts)))?;
     let (name, unit) = ("nowait_store_request_duration", Some(&Unit::Seconds));
     let help = "How long requests to the store took";
     let mut family = encoder.encode_descriptor(name, help, unit, MetricType::Histogram)?;
@@ -223,58 +212,6 @@ fn stores(encoder: &mut DescriptorEncoder<'_>, server: &ServerInfo) -> Result<()
             &buckets,
             None,
         )?;
-    }
-    Ok(())
-}
-
-/// A value of another NBD server: its name, its help, its unit, its kind and the value.
-type OfServer = (&'static str, &'static str, Option<Unit>, MetricType, fn(&NbdServerInfo) -> u64);
-
-const OF_SERVERS: [OfServer; 4] = [
-    ("nowait_nbd_server_connected", "1 if there is a connection", None, MetricType::Gauge, |it| {
-        u64::from(it.connected)
-    }),
-    (
-        "nowait_nbd_server_reconnects",
-        "Connections that were made in place of one that was lost",
-        None,
-        MetricType::Counter,
-        |it| it.reconnects,
-    ),
-    (
-        "nowait_nbd_server_requests_again",
-        "Requests that were asked again because a connection was lost",
-        None,
-        MetricType::Counter,
-        |it| it.asked_again,
-    ),
-    (
-        "nowait_nbd_server_unflushed",
-        "Bytes that were written and are covered by no flush",
-        Some(Unit::Bytes),
-        MetricType::Gauge,
-        |it| it.unflushed_bytes,
-    ),
-];
-
-/// The connections to other NBD servers.
-fn nbd_servers(
-    encoder: &mut DescriptorEncoder<'_>,
-    servers: &[NbdServerInfo],
-) -> Result<(), fmt::Error> {
-    if servers.is_empty() {
-        return Ok(());
-    }
-    for (name, help, unit, kind, value) in OF_SERVERS {
-        let mut family = encoder.encode_descriptor(name, help, unit.as_ref(), kind)?;
-        for server in servers {
-            let labels = [("uri", escaped(&server.uri))];
-            let encoder = family.encode_family(&labels)?;
-            match kind {
-                MetricType::Gauge => ConstGauge::new(value(server)).encode(encoder)?,
-                _ => ConstCounter::new(value(server)).encode(encoder)?,
-            }
-        }
     }
     Ok(())
 }
@@ -296,16 +233,6 @@ fn counters(
     Ok(())
 }
 
-fn gauge(
-    encoder: &mut DescriptorEncoder<'_>,
-    name: &str,
-    help: &str,
-    value: u64,
-) -> Result<(), fmt::Error> {
-    let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-    ConstGauge::new(value).encode(metric)
-}
-
 /// The value of a label as the format has it (OpenMetrics, "Escaping"): the library writes it as it is.
 fn escaped(value: &str) -> String {
     value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
@@ -321,10 +248,15 @@ fn frontends(exports: &[ExportInfo]) -> impl Iterator<Item = (&str, &str, &Front
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
+    use std::collections::{BTreeMap, BTreeSet};
+    use std::path::Path;
+
+    use nowait_remote::{LinkCounts, MemoryCounts, StoreCounts};
+    use nowait_testkit::documents::{assert_file, assert_part};
 
     use super::*;
     use crate::api::ErrnoInfo;
+    use crate::counted_api::{NbdServerInfo, StoreInfo};
 
     /// One of everything, each value another one.
     fn example() -> (ServerInfo, Vec<ExportInfo>) {
@@ -339,7 +271,8 @@ mod tests {
         );
         let latency = r#"{"timed": 18, "sum_seconds": 1.5, "p50_seconds": 0.5, "p99_seconds": 0.5,
             "buckets": [{"below_seconds": 0.5, "requests": 18}, {"requests": 0}]}"#;
-        let operations = ["read", "write", "flush", "discard", "zero", "status"].into_iter().enumerate();
+        let operations =
+            ["read", "write", "flush", "discard", "zero", "status"].into_iter().enumerate();
         let operations: Vec<_> = operations
             .map(|(at, name)| {
                 format!(
@@ -365,11 +298,42 @@ mod tests {
     fn the_names_types_and_units_are_those_that_programs_know() {
         let (server, exports) = example();
         let text = text_of(server, exports).unwrap();
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/metrics.txt");
-        if std::env::var_os("NOWAIT_WRITE_DOCS").is_some() {
-            std::fs::write(path, &text).unwrap();
+        assert_file(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/metrics.txt"), &text);
+    }
+
+    /// Rows of a table of all metrics: name, kind, labels, meaning.
+    fn table(text: &str) -> String {
+        let mut rows = String::from("| metric | kind | labels | meaning |\n|---|---|---|---|\n");
+        for family in text.split("# HELP ").skip(1) {
+            let (name, rest) = family.split_once(' ').unwrap();
+            let (help, rest) = rest.split_once('\n').unwrap();
+            let kind = rest.lines().next().unwrap().rsplit(' ').next().unwrap();
+            let suffix = if kind == "counter" { "_total" } else { "" };
+            let sample = rest.lines().find(|line| !line.starts_with('#')).unwrap();
+            let labels =
+                sample.split_once('{').map_or("", |(_, rest)| rest.split_once('}').unwrap().0);
+            let labels: Vec<_> =
+                labels.split(',').filter_map(|label| label.split_once('=')).collect();
+            let labels: Vec<_> = labels.iter().map(|(name, _)| format!("`{name}`")).collect();
+            let row = format!("| `{name}{suffix}` | {kind} | {} | {help} |\n", labels.join(", "));
+            rows.push_str(&row);
         }
-        assert_eq!(text, std::fs::read_to_string(path).unwrap());
+        rows
+    }
+
+    #[test]
+    fn each_operation_has_names() {
+        let totals = nowait_server::FrontendTotals::default();
+        let counted: BTreeSet<_> = totals.ops().map(|(name, _)| name).collect();
+        assert_eq!(counted, OPERATIONS.into_iter().map(|(name, ..)| name).collect());
+    }
+
+    #[test]
+    fn the_document_lists_every_metric() {
+        let (server, exports) = example();
+        let table = table(&text_of(server, exports).unwrap());
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/control.md");
+        assert_part(&path, ("| metric |", "\n\n"), &format!("{table}\n"));
     }
 
     #[test]
@@ -404,10 +368,12 @@ mod tests {
     fn another_nbd_server_has_its_connection() {
         let behind = NbdServerInfo {
             uri: "nbd://h/a".into(),
-            connected: true,
-            reconnects: 2,
-            unflushed_bytes: 4096,
-            ..NbdServerInfo::default()
+            counts: LinkCounts {
+                connected: true,
+                reconnects: 2,
+                unflushed_bytes: 4096,
+                ..LinkCounts::default()
+            },
         };
         let server = ServerInfo { nbd_servers: vec![behind], ..ServerInfo::default() };
         let text = text_of(server, Vec::new()).unwrap();
@@ -423,9 +389,11 @@ mod tests {
     #[test]
     fn a_store_has_its_counters_and_a_histogram() {
         let bucket = |below_seconds, requests| BucketInfo { below_seconds, requests };
+        let mut counts = StoreCounts::default();
+        counts.fetched_bytes = 65536;
         let store = StoreInfo {
             url: "s3://b/k".into(),
-            fetched_bytes: 65536,
+            counts,
             requests: 3,
             sum_seconds: 0.5,
             buckets: vec![bucket(Some(0.25), 2), bucket(None, 1)],
@@ -433,8 +401,7 @@ mod tests {
         };
         let server = ServerInfo {
             stores: vec![store],
-            block_memory_bytes: 4096,
-            max_block_memory_bytes: 8192,
+            block_memory: MemoryCounts { block_memory_bytes: 4096, max_block_memory_bytes: 8192 },
             ..ServerInfo::default()
         };
         let text = text_of(server, Vec::new()).unwrap();

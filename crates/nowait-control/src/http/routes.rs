@@ -17,9 +17,10 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 
-use crate::api::{AddExport, PatchExport, ServerInfo, SnapshotRequest, UpgradeRequest};
+use crate::api::{AddExport, PatchExport, SnapshotRequest, UpgradeRequest};
 use crate::bitmap_api::{AddBitmap, MergeBitmaps, PatchBitmap};
 use crate::controlled_server::{ControlError, ControlledServer};
+use crate::counted_api::ServerInfo;
 use crate::http::blocking_calls::blocking;
 use crate::http::events::Events;
 use crate::http::history::History;

@@ -9,13 +9,11 @@ use std::time::{Duration, Instant, SystemTime};
 
 use nowait::RegisteredMemory;
 use nowait_control::{
-    AddBitmap, AddExport, AddFrontend, BitmapInfo, BucketInfo, ConnectionInfo, ControlError,
-    ControlledServer, ExportInfo, FrontendInfo, MergeBitmaps, NbdServerInfo, PatchBitmap,
-    PatchExport, ServerInfo, SnapshotReport, SnapshotRequest, StoreInfo, UpgradeReport,
-    UpgradeRequest,
+    AddBitmap, AddExport, AddFrontend, BitmapInfo, ConnectionInfo, ControlError, ControlledServer,
+    ExportInfo, MergeBitmaps, PatchBitmap, PatchExport, ServerInfo, SnapshotReport,
+    SnapshotRequest, UpgradeReport, UpgradeRequest,
 };
 use nowait_image::{NamedStorages, formats};
-use nowait_remote::{LinkCounts, StoreCounts};
 use nowait_server::{
     AnyExport, BitmapError, ExportError, ExportId, ExportStatus, Exports, Limits, Listener,
 };
@@ -105,25 +103,7 @@ impl RunningServer {
 
     /// An export as of `status`, whose image is `served`, unless it was removed meanwhile.
     fn info_of(status: ExportStatus, served: Option<&ServedDisk>) -> ExportInfo {
-        let mut info = ExportInfo {
-            id: status.id.number(),
-            size_bytes: status.size,
-            read_only: status.read_only,
-            members: status.members as u64,
-            in_flight: status.in_flight as u64,
-            frontends: FrontendInfo::of_all(&status.totals),
-            mechanisms: status
-                .mechanisms
-                .into_iter()
-                .map(|(n, count)| (n.to_owned(), count))
-                .collect(),
-            limits: status.limits.into(),
-            connection_limits: status.client_limits.into(),
-            weight: status.weight,
-            name: status.name,
-            description: status.description,
-            ..ExportInfo::default()
-        };
+        let mut info = ExportInfo::from(status);
         if let Some(served) = served {
             let OpenedDisk { named, image, .. } = &served.disk;
             info.image = named.full_name().to_string_lossy().into_owned();
@@ -269,44 +249,8 @@ fn conflict(error: impl ToString) -> ControlError {
     ControlError::Conflict(error.to_string())
 }
 
-/// The objects that images are read from.
-fn stores() -> Vec<StoreInfo> {
-    let info = |(url, counts): (String, StoreCounts)| StoreInfo {
-        url,
-        hits: counts.hits,
-        misses: counts.misses,
-        corrupt: counts.corrupt,
-        stored: counts.stored,
-        fetched_bytes: counts.fetched_bytes,
-        requests: counts.requests(),
-        retries: counts.retries,
-        sum_seconds: counts.latency_sum.as_secs_f64(),
-        buckets: counts
-            .latencies()
-            .map(|(bound, requests)| BucketInfo {
-                below_seconds: bound.is_finite().then_some(bound),
-                requests,
-            })
-            .collect(),
-    };
-    nowait_remote::open_stores().into_iter().map(info).collect()
-}
-
-/// The exports of other NBD servers that images are in.
-fn nbd_servers() -> Vec<NbdServerInfo> {
-    let info = |(uri, counts): (String, LinkCounts)| NbdServerInfo {
-        uri,
-        connected: counts.connected,
-        reconnects: counts.reconnects,
-        asked_again: counts.asked_again,
-        unflushed_bytes: counts.unflushed_bytes,
-    };
-    nowait_remote::open_links().into_iter().map(info).collect()
-}
-
 impl ControlledServer for RunningServer {
     fn info(&self) -> ServerInfo {
-        let (block_memory_bytes, max_block_memory_bytes) = nowait_remote::block_memory();
         ServerInfo {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             pid: std::process::id(),
@@ -315,10 +259,9 @@ impl ControlledServer for RunningServer {
             max_connections: u64::from(self.additions.max_connections),
             registered_bytes: RegisteredMemory::of_this_process().bytes as u64,
             warnings: self.upgrades.warning().map(str::to_owned).into_iter().collect(),
-            stores: stores(),
-            block_memory_bytes,
-            max_block_memory_bytes,
-            nbd_servers: nbd_servers(),
+            stores: nowait_remote::open_stores().into_iter().map(Into::into).collect(),
+            block_memory: nowait_remote::block_memory(),
+            nbd_servers: nowait_remote::open_links().into_iter().map(Into::into).collect(),
             // The interface knows who follows it.
             ..ServerInfo::default()
         }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use crate::credential_output::{CredentialOutput, RunCredentialProcess};
 use crate::disabled::disabled_kind::{DisabledKind, DisabledLocation, DisabledStorage};
+use crate::store_counters::{MemoryCounts, StoreCounters};
 
 /// The smallest size of a cache in bytes.
 pub const MIN_CACHE_BYTES: u64 = 64 << 20;
@@ -192,61 +193,10 @@ impl AsFd for ObjectUpload {
     }
 }
 
-/// The counters of one storage.
-#[derive(Debug)]
-pub struct StoreCounters(Infallible);
-
-impl StoreCounters {
-    /// The counts as of now.
-    #[must_use]
-    pub const fn counts(&self) -> StoreCounts {
-        match self.0 {}
-    }
-}
-
-/// The counts of one storage, since it was opened.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StoreCounts {
-    /// Blocks that reads had from memory or from the cache.
-    pub hits: u64,
-    /// Blocks that reads had from the store.
-    pub misses: u64,
-    /// Blocks of the cache that were not what was written there, and were fetched again.
-    pub corrupt: u64,
-    /// Blocks that were written to the cache.
-    pub stored: u64,
-    /// Bytes that came from the store.
-    pub fetched_bytes: u64,
-    /// Requests that were made again.
-    pub retries: u64,
-    /// The time that the requests took together.
-    pub latency_sum: Duration,
-    none: Infallible,
-}
-
-impl StoreCounts {
-    /// Requests to the store.
-    #[must_use]
-    pub const fn requests(&self) -> u64 {
-        match self.none {}
-    }
-
-    /// The histogram of the time that requests took.
-    pub fn latencies(&self) -> std::iter::Empty<(f64, u64)> {
-        match self.none {}
-    }
-}
-
-/// The counts of all storages of this process that are open: none.
+/// The memory for blocks of objects: none.
 #[must_use]
-pub const fn open_stores() -> Vec<(String, StoreCounts)> {
-    Vec::new()
-}
-
-/// The bytes of memory that blocks of objects have now, and the most that they may have: none.
-#[must_use]
-pub const fn block_memory() -> (u64, u64) {
-    (0, 0)
+pub fn block_memory() -> MemoryCounts {
+    MemoryCounts::default()
 }
 
 /// Limits nothing: no object has blocks.

@@ -1,9 +1,10 @@
-//! What became of the connection to an NBD server.
+//! Counts of what became of the connection to an NBD server.
 //!
 //! Invariant: only the storage's own thread counts; every thread may read.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use serde::{Deserialize, Serialize};
 
 use crate::open_list::OpenList;
 
@@ -12,63 +13,56 @@ static OPEN: OpenList<LinkCounters> = OpenList::new();
 /// The counts of all exports of NBD servers that this process has open, by their URIs.
 #[must_use]
 pub fn open_links() -> Vec<(String, LinkCounts)> {
-    OPEN.all().into_iter().map(|(uri, counters)| (uri, counters.counts())).collect()
+    OPEN.all().into_iter().map(|(uri, counters)| (uri, *counters.lock())).collect()
+}
+
+nowait::counts! {
+    /// The counts of one storage, since it was opened.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    pub struct LinkCounts {
+        /// Whether there is a connection.
+        pub connected: bool => Gauge "nowait_nbd_server_connected",
+        /// Connections that were made in place of one that was lost.
+        pub reconnects: u64 => Counter "nowait_nbd_server_reconnects",
+        /// Requests that were asked again because a connection was lost.
+        pub asked_again: u64 => Counter "nowait_nbd_server_requests_again",
+        /// Bytes that were written and are covered by no flush: they are kept, to be written again.
+        pub unflushed_bytes: u64 => Gauge "nowait_nbd_server_unflushed" "bytes",
+    }
 }
 
 /// The counters of one storage.
 #[derive(Debug, Default)]
-pub(super) struct LinkCounters {
-    connected: AtomicBool,
-    reconnects: AtomicU64,
-    asked_again: AtomicU64,
-    unflushed_bytes: AtomicU64,
-}
+pub(super) struct LinkCounters(Mutex<LinkCounts>);
 
 impl LinkCounters {
     /// Those of the storage at `uri`, which is connected.
     pub(super) fn listed(uri: String) -> Arc<Self> {
         let counters = OPEN.add(uri);
-        counters.connected.store(true, Ordering::Relaxed);
+        counters.lock().connected = true;
         counters
     }
 
     /// The connection was lost, and `again` requests will be asked again.
     pub(super) fn lost(&self, again: usize) {
-        self.connected.store(false, Ordering::Relaxed);
-        self.asked_again.fetch_add(again as u64, Ordering::Relaxed);
+        let mut counts = self.lock();
+        counts.connected = false;
+        counts.asked_again += again as u64;
     }
 
     /// There is a connection again.
     pub(super) fn reconnected(&self) {
-        self.connected.store(true, Ordering::Relaxed);
-        self.reconnects.fetch_add(1, Ordering::Relaxed);
+        let mut counts = self.lock();
+        counts.connected = true;
+        counts.reconnects += 1;
     }
 
     /// So many bytes were written and are covered by no flush.
     pub(super) fn unflushed(&self, bytes: u64) {
-        self.unflushed_bytes.store(bytes, Ordering::Relaxed);
+        self.lock().unflushed_bytes = bytes;
     }
 
-    fn counts(&self) -> LinkCounts {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        LinkCounts {
-            connected: self.connected.load(Ordering::Relaxed),
-            reconnects: get(&self.reconnects),
-            asked_again: get(&self.asked_again),
-            unflushed_bytes: get(&self.unflushed_bytes),
-        }
+    fn lock(&self) -> MutexGuard<'_, LinkCounts> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// The counts of one storage, since it was opened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LinkCounts {
-    /// Whether there is a connection now.
-    pub connected: bool,
-    /// Connections that were made in place of one that was lost.
-    pub reconnects: u64,
-    /// Requests that were asked again because a connection was lost.
-    pub asked_again: u64,
-    /// Bytes in the replay log: written, and covered by no flush.
-    pub unflushed_bytes: u64,
 }

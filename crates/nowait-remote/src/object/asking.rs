@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use crate::fault_log::{FaultLog, LONG};
 use crate::object::fault::Fault;
 use crate::object::store::{Object, Version};
-use crate::object::store_counters::{StoreCounters, add};
 use crate::policy::{BLOCK_BYTES, BackOff, Pace};
+use crate::store_counters::StoreCounters;
 
 /// Why a request fails that could not be made in time.
 const REFUSES: &str = "the store asks for fewer requests";
@@ -108,7 +108,7 @@ impl Asking {
                 self.give_up(&why);
                 return Err(Fault::Transient(why));
             }
-            add(&self.counters.retries, 1);
+            self.counters.count(|counts| counts.retries += 1);
         }
     }
 

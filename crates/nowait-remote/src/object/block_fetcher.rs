@@ -25,7 +25,6 @@ use crate::object::block_queue::BlockQueue;
 use crate::object::boot_record::ObjectRecord;
 use crate::object::fault::Fault;
 use crate::object::read_job::ReadJob;
-use crate::object::store_counters::add;
 use crate::policy::{BLOCK_BYTES, PrefetchCursor, ReadAhead};
 
 /// The most blocks of one request: 4 MiB.
@@ -193,7 +192,7 @@ impl BlockFetcher {
                 record.note(block);
             }
             if let Some(data) = self.memory.get(block) {
-                add(&counters.hits, 1);
+                counters.count(|counts| counts.hits += 1);
                 let job = self.jobs.get_mut(index);
                 ended = job.is_some_and(|job| job.give(block * BLOCK_BYTES, Some(&data)));
                 continue;
@@ -305,7 +304,7 @@ impl BlockFetcher {
         match done {
             Done::Stored(blocks) => {
                 self.stores -= 1;
-                add(&self.asking.counters.stored, blocks);
+                self.asking.counters.count(|counts| counts.stored += blocks);
             }
             Done::Looked(run, purpose, found) => {
                 self.looks -= 1;
@@ -329,10 +328,10 @@ impl BlockFetcher {
             let waiters = self.waiters(block);
             let cached = found.next().unwrap_or(Cached::Absent);
             if cached == Cached::Corrupt {
-                add(&counters.corrupt, 1);
+                counters.count(|counts| counts.corrupt += 1);
             }
             if let Cached::Block(data) = cached {
-                add(&counters.hits, waiters);
+                counters.count(|counts| counts.hits += waiters);
                 at_hand = true;
                 let keeps = waiters > 0 || purpose != Purpose::Record;
                 let data = Some(data.as_slice()).filter(|_| !self.changed);
@@ -369,7 +368,7 @@ impl BlockFetcher {
             let data = data.as_ref().and_then(|data| data.get(from..));
             let data = data.map(|rest| rest.get(..BLOCK_BYTES as usize).unwrap_or(rest));
             let waiters = self.waiters(block);
-            add(&self.asking.counters.misses, waiters);
+            self.asking.counters.count(|counts| counts.misses += waiters);
             let keeps = waiters > 0 || purpose != Purpose::Record;
             self.deliver(block, data, keeps.then_some(Origin::Store));
         }

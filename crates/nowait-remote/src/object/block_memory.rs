@@ -7,6 +7,8 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
+use crate::store_counters::MemoryCounts;
+
 /// The least bytes of all objects: two requests.
 pub const MIN_BLOCK_MEMORY: u64 = 8 << 20;
 /// The most bytes of all objects, unless another number is given.
@@ -22,11 +24,11 @@ pub fn limit_block_memory(bytes: u64) {
     blocks.shrink();
 }
 
-/// The bytes of memory that the blocks of all objects of this process have now, and the most that they may have.
+/// The memory for the blocks of all objects of this process, as of now.
 #[must_use]
-pub fn block_memory() -> (u64, u64) {
+pub fn block_memory() -> MemoryCounts {
     let blocks = ALL.lock();
-    (blocks.bytes, blocks.limit)
+    MemoryCounts { block_memory_bytes: blocks.bytes, max_block_memory_bytes: blocks.limit }
 }
 
 struct Entry {

@@ -20,7 +20,6 @@ mod http_versions;
 mod http_client;
 mod answer_progress;
 mod store;
-mod store_counters;
 mod read_job;
 mod block_memory;
 mod block_queue;
@@ -50,7 +49,6 @@ pub use object_storage::{ObjectOptions, ObjectStorage};
 pub use object_upload::{ObjectUpload, UploadOptions};
 pub use object_url::ObjectUrl;
 pub use redirect_ports::redirect_ports;
-pub use store_counters::{StoreCounters, StoreCounts, open_stores};
 
 /// The reason why this build has no object stores: it has them.
 pub const DISABLED: Option<&str> = None;

@@ -25,8 +25,8 @@ use crate::object::fault::Fault;
 use crate::object::object_url::ObjectUrl;
 use crate::object::read_job::{Origin, ReadJob};
 use crate::object::store::{Object, Timeouts, Version};
-use crate::object::store_counters::{StoreCounters, add};
 use crate::policy::{BLOCK_BYTES, BackOff, PrefetchCursor};
+use crate::store_counters::StoreCounters;
 
 /// The longest read of one call in bytes.
 const CALL_BYTES: u64 = 4 << 20;
@@ -179,7 +179,7 @@ async fn open(
             Ok(version) => return Ok((object, version)),
             Err(Fault::Transient(_) | Fault::Busy(_)) if begun.elapsed() < time => {
                 tokio::time::sleep(BackOff::STORE.pause(failed, fastrand::u64(..))).await;
-                add(&counters.retries, 1);
+                counters.count(|counts| counts.retries += 1);
             }
             Err(fault) => return Err(hinted(fault.text())),
         }

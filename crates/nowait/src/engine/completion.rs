@@ -5,39 +5,42 @@
 use crate::engine::back_off::BackOffCounts;
 use crate::engine::pool::SlotPoolStats;
 use crate::memory::buffer_pool::PooledBuffer;
+use crate::types::counts::Counted;
 use crate::types::error::Error;
 use crate::types::request::Request;
 
-/// Counts of how requests were served, since the engine was made.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Stats {
-    /// Requests that took the simple path.
-    pub simple: u64,
-    /// Requests that took the general path.
-    pub general: u64,
-    /// Requests that went to a worker immediately.
-    pub worker: u64,
-    /// Transfers that were tried without waiting and refused (C34).
-    pub refused: u64,
-    /// Requests that were tried without waiting, refused or cut short, and went to a worker.
-    pub retried: u64,
-    /// Slots that another thread has ended and returned to their owner (C47).
-    pub remote: u64,
-    /// Overwrites that were refused in a burst and tried a second time.
-    pub deferred: u64,
-    /// Requests that neighbours on storage shared one transfer with.
-    pub merged: u64,
-    /// Times that the engine backed off from trying without waiting (C39).
-    pub backed_off: u64,
-    /// Bytes of holes that were zero-filled without I/O (C14).
-    pub zero_filled: u64,
-    /// Transfers with `HIPRI` that were polled for, on a device with polled queues (C48).
-    pub polled: u64,
-    /// Requests that failed.
-    pub failed: u64,
-    /// The pool of request slots.
-    pub pool: SlotPoolStats,
+counts! {
+    /// Counts of how requests were served, since the engine was made.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub struct Stats {
+        /// Requests that took the simple path.
+        pub simple: u64 => Counter "simple",
+        /// Requests that took the general path.
+        pub general: u64 => Counter "general",
+        /// Requests that went to a worker immediately.
+        pub worker: u64 => Counter "worker",
+        /// Transfers that were tried without waiting and refused (C34).
+        pub refused: u64 => Counter "refused",
+        /// Requests that were tried without waiting, refused or cut short, and went to a worker.
+        pub retried: u64 => Counter "retried",
+        /// Slots that another thread has ended and returned to their owner (C47).
+        pub remote: u64 => Counter "remote",
+        /// Overwrites that were refused in a burst and tried a second time.
+        pub deferred: u64 => Counter "deferred",
+        /// Requests that neighbours on storage shared one transfer with.
+        pub merged: u64 => Counter "merged",
+        /// Times that the engine backed off from trying without waiting (C39).
+        pub backed_off: u64 => Counter "backed_off",
+        /// Bytes of holes that were zero-filled without I/O (C14).
+        pub zero_filled: u64 => Counter "zero_filled_bytes",
+        /// Transfers with `HIPRI` that were polled for, on a device with polled queues (C48).
+        pub polled: u64 => Counter "polled",
+        /// Requests that failed.
+        pub failed: u64,
+        /// The pool of request slots.
+        pub pool: SlotPoolStats,
+    }
 }
 
 impl Stats {
@@ -46,23 +49,23 @@ impl Stats {
     }
 
     /// The sum of both, but for the pool's counts, which are those of `self`.
-    pub(crate) fn plus(self, other: Self) -> Self {
-        Self {
-            simple: self.simple + other.simple,
-            general: self.general + other.general,
-            worker: self.worker + other.worker,
-            refused: self.refused + other.refused,
-            retried: self.retried + other.retried,
-            remote: self.remote + other.remote,
-            deferred: self.deferred + other.deferred,
-            merged: self.merged + other.merged,
-            backed_off: self.backed_off + other.backed_off,
-            zero_filled: self.zero_filled + other.zero_filled,
-            polled: self.polled + other.polled,
-            failed: self.failed + other.failed,
-            pool: self.pool,
-        }
+    pub(crate) fn plus(mut self, other: Self) -> Self {
+        self.add_counts(&other);
+        self.failed += other.failed;
+        self
     }
+
+    /// The counts of requests by the names of the mechanisms that served them.
+    #[doc(hidden)]
+    pub fn mechanisms(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        let own = Self::COUNTS.iter().map(|count| (count.name, (count.get)(self).integer()));
+        let pool = SlotPoolStats::COUNTS.iter();
+        own.chain(pool.map(|count| (count.name, (count.get)(&self.pool).integer())))
+    }
+
+    /// How many [`Stats::mechanisms`] there are.
+    #[doc(hidden)]
+    pub const MECHANISMS: usize = Self::COUNTS.len() + SlotPoolStats::COUNTS.len();
 }
 
 /// A request that has ended.

@@ -13,15 +13,17 @@ use crate::sim_hooks::injected_bug;
 use crate::sim_hooks::injected_bug::EngineBug;
 use crate::types::token::{self, Token};
 
-/// Counts of slots handed out.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SlotPoolStats {
-    /// Slots handed out without the allocator.
-    pub hit: u64,
-    /// Slots handed out that were allocated: the first use of each, or all with the pool off.
-    pub allocated: u64,
-    /// Times that no slot was free.
-    pub empty: u64,
+counts! {
+    /// Counts of slots handed out.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    pub struct SlotPoolStats {
+        /// Slots handed out without the allocator.
+        pub hit: u64 => Counter "pool_hit",
+        /// Slots handed out that were allocated: the first use of each, or all with the pool off.
+        pub allocated: u64 => Counter "pool_allocated",
+        /// Times that no slot was free.
+        pub empty: u64 => Counter "pool_empty",
+    }
 }
 
 /// The slab of one engine; its free list is last in, first out.

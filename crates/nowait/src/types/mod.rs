@@ -10,3 +10,5 @@ pub(crate) mod iovec;
 pub(crate) mod io_cursor;
 pub(crate) mod request;
 pub(crate) mod transfer;
+#[macro_use]
+pub(crate) mod counts;

@@ -1,10 +1,14 @@
-//! What was asked of a store, and how it answered.
+//! Counts of what was asked of a store, and of how it answered.
 //!
 //! Invariant: only the storage's own thread counts; every thread may read.
 
+#[cfg(any(test, feature = "object-stores"))]
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+use nowait::internal::Counted;
+use serde::{Deserialize, Serialize};
 
 use crate::open_list::OpenList;
 
@@ -27,88 +31,87 @@ pub fn open_stores() -> Vec<(String, StoreCounts)> {
     all
 }
 
+nowait::counts! {
+    /// The counts of one storage, since it was opened.
+    #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    pub struct StoreCounts {
+        /// Blocks that reads had from memory or from the cache.
+        pub hits: u64 => Counter "nowait_store_hits",
+        /// Blocks that reads had from the store.
+        pub misses: u64 => Counter "nowait_store_misses",
+        /// Blocks of the cache that were corrupt, and were fetched again.
+        pub corrupt: u64 => Counter "nowait_store_corrupt",
+        /// Blocks that were written to the cache.
+        pub stored: u64 => Counter "nowait_store_stored",
+        /// Bytes that came from the store.
+        pub fetched_bytes: u64 => Counter "nowait_store_fetched" "bytes",
+        /// Requests to the store that were made again.
+        pub retries: u64 => Counter "nowait_store_retries",
+        /// How many requests took a time of each bucket.
+        #[serde(skip)]
+        latencies: [u64; STORE_LATENCY_BUCKETS],
+        /// How long the requests took together.
+        #[serde(skip)]
+        pub latency_sum: Duration,
+    }
+}
+
+nowait::counts! {
+    /// The memory for blocks of the objects of all stores.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(default)]
+    pub struct MemoryCounts {
+        /// Bytes of memory that blocks of objects have.
+        pub block_memory_bytes: u64 => Gauge "nowait_block_memory" "bytes",
+        /// The most bytes of memory that blocks of objects may have.
+        pub max_block_memory_bytes: u64 => Gauge "nowait_block_memory_limit" "bytes",
+    }
+}
+
 /// The counters of one storage.
 #[derive(Debug, Default)]
-pub struct StoreCounters {
-    /// Blocks that reads had from memory or from the cache.
-    pub(super) hits: AtomicU64,
-    /// Blocks that reads had from the store.
-    pub(super) misses: AtomicU64,
-    /// Blocks of the cache that were not what was written there.
-    pub(super) corrupt: AtomicU64,
-    /// Blocks that were written to the cache.
-    pub(super) stored: AtomicU64,
-    pub(super) fetched_bytes: AtomicU64,
-    pub(super) retries: AtomicU64,
-    latencies: [AtomicU64; STORE_LATENCY_BUCKETS],
-    latency_nanoseconds: AtomicU64,
-}
+pub struct StoreCounters(Mutex<StoreCounts>);
 
 impl StoreCounters {
     /// Those of the storage at `url`, which are listed as long as they are used.
-    pub(super) fn listed(url: String) -> Arc<Self> {
+    #[cfg(any(test, feature = "object-stores"))]
+    pub(crate) fn listed(url: String) -> Arc<Self> {
         OPEN.add(url)
     }
 
+    /// Counts something.
+    #[cfg(any(test, feature = "object-stores"))]
+    pub(crate) fn count(&self, count: impl FnOnce(&mut StoreCounts)) {
+        count(&mut self.lock());
+    }
+
     /// Counts a request that took `time`, with an answer of `bytes` or with none.
-    pub(super) fn request(&self, time: Duration, bytes: u64) {
+    #[cfg(any(test, feature = "object-stores"))]
+    pub(crate) fn request(&self, time: Duration, bytes: u64) {
         let ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         let bucket = (u64::BITS - ms.leading_zeros()) as usize;
-        add(&self.latencies[bucket.min(STORE_LATENCY_BUCKETS - 1)], 1);
-        add(&self.latency_nanoseconds, u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
-        add(&self.fetched_bytes, bytes);
+        self.count(|counts| {
+            counts.latencies[bucket.min(STORE_LATENCY_BUCKETS - 1)] += 1;
+            counts.latency_sum = counts.latency_sum.saturating_add(time);
+            counts.fetched_bytes += bytes;
+        });
     }
 
     /// The counts as of now.
     #[must_use]
     pub fn counts(&self) -> StoreCounts {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        StoreCounts {
-            hits: get(&self.hits),
-            misses: get(&self.misses),
-            corrupt: get(&self.corrupt),
-            stored: get(&self.stored),
-            fetched_bytes: get(&self.fetched_bytes),
-            retries: get(&self.retries),
-            latencies: std::array::from_fn(|bucket| get(&self.latencies[bucket])),
-            latency_sum: Duration::from_nanos(get(&self.latency_nanoseconds)),
-        }
+        self.lock().clone()
     }
-}
 
-pub(super) fn add(counter: &AtomicU64, count: u64) {
-    counter.fetch_add(count, Ordering::Relaxed);
-}
-
-/// The counts of one storage, since it was opened.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StoreCounts {
-    /// Blocks that reads had from memory or from the cache.
-    pub hits: u64,
-    /// Blocks that reads had from the store.
-    pub misses: u64,
-    /// Blocks of the cache that were not what was written there, and were fetched again.
-    pub corrupt: u64,
-    /// Blocks that were written to the cache.
-    pub stored: u64,
-    /// Bytes that came from the store.
-    pub fetched_bytes: u64,
-    /// Requests that were made again.
-    pub retries: u64,
-    latencies: [u64; STORE_LATENCY_BUCKETS],
-    /// How long the requests took together.
-    pub latency_sum: Duration,
+    fn lock(&self) -> MutexGuard<'_, StoreCounts> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl StoreCounts {
     fn add(&mut self, other: &Self) {
-        self.hits += other.hits;
-        self.misses += other.misses;
-        self.corrupt += other.corrupt;
-        self.stored += other.stored;
-        self.fetched_bytes += other.fetched_bytes;
-        self.retries += other.retries;
-        self.latency_sum += other.latency_sum;
+        self.add_counts(other);
+        self.latency_sum = self.latency_sum.saturating_add(other.latency_sum);
         let buckets = self.latencies.iter_mut().zip(&other.latencies);
         buckets.for_each(|(sum, count)| *sum += count);
     }
