@@ -11,7 +11,8 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
-/// The most links on the way to a file, as the kernel counts them (path_resolution(7)).
+/// The most links on the way to a file that is read again, as the kernel counts them (path_resolution(7)).
+/// Beyond it: the file is refused.
 const MAX_LINKS: usize = 40;
 /// Directories for temporary files. Their mode does not tell them: a volume of Kubernetes has the same (1777).
 const TEMPORARY: [&str; 2] = ["/var/tmp", "/dev/shm"];

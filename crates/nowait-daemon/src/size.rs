@@ -4,6 +4,7 @@
 //! 1024.
 
 /// The greatest size of a file in bytes, 8 EiB - 1: file positions are signed.
+/// Beyond it: the size is refused.
 const MAX_BYTES: u64 = i64::MAX as u64;
 
 const HOW: &str = "give bytes, or a whole number with K, M, G or T, as in 512M or 10G";

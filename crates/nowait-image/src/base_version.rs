@@ -15,7 +15,8 @@ use crate::warning::Warning;
 
 /// The extended attribute with the version, as [`nowait::Storage::version`] has it (xattr(7)).
 const MARK: &str = "user.nowait.base-version";
-/// The longest version in bytes; a longer one is kept up to here.
+/// The longest name of a version in an image, in bytes; of a longer one this much is kept.
+/// Beyond it: a longer one is kept up to here.
 const MAX_BYTES: usize = 1024;
 
 /// Checks that `overlay` was made on `version` of its base, which is called `base`. If it has no version yet and

@@ -30,7 +30,8 @@ use crate::snapshot_name::snapshot_in;
 use crate::warning::Warning;
 use crate::{base_version, lock, lock_holder};
 
-/// Most images in a chain. QEMU has no limit; each takes a descriptor here.
+/// The most images in a chain, each with a descriptor. QEMU has no limit.
+/// Beyond it: the image is refused.
 pub const MAX_LAYERS: usize = 64;
 
 /// Whether the files of a chain are locked when they are opened.

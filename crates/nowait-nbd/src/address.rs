@@ -10,6 +10,7 @@ use std::path::PathBuf;
 /// The port that IANA has assigned to NBD.
 pub const DEFAULT_PORT: u16 = 10809;
 /// The longest path of a Unix socket in bytes: `sun_path` of unix(7) less its final NUL.
+/// Beyond it: the path is refused.
 pub const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 /// The address that an NBD server listens on.

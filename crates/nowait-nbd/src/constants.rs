@@ -22,6 +22,7 @@ pub const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
 pub const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 
 /// The longest string of the protocol, in bytes (NBD proto.md, "Conventions").
+/// Beyond it: the string is refused.
 pub const MAX_STRING_BYTES: usize = 4096;
 
 /// Handshake flag, and client flag in answer to it: options other than `OPT_EXPORT_NAME` work.

@@ -11,7 +11,8 @@ use std::path::Path;
 use rustix::fs::OFlags;
 use rustix::process::geteuid;
 
-/// Links that are followed, as many as by the kernel (path_resolution(7)).
+/// The most links that lead to a file with a secret, as many as the kernel follows (path_resolution(7)).
+/// Beyond it: the file is refused.
 const MAX_LINKS: usize = 40;
 
 /// Reads the file at `path`, of which at most `most` bytes are looked at. Returns them, and what the kernel says of the

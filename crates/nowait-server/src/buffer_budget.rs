@@ -17,13 +17,16 @@ use std::time::Instant;
 use crate::locking::lock;
 
 /// The smallest guarantee of a connection, in bytes, however many connections there are.
+/// Beyond it: as much as is free.
 const GUARANTEED_BYTES: u64 = 64 << 10;
 /// This fraction of the memory is divided into the guarantees.
 const GUARANTEED_SHARE: u64 = 4;
 /// What a connection alone on its thread may hold at most, in bytes, unless it is a single request.
+/// Beyond it: its socket is not read.
 const MAX_BYTES: u64 = 32 << 20;
 /// The same beside other connections of the thread, whose requests wait for it at the device:
 /// enough to keep a fast device busy.
+/// Beyond it: its socket is not read.
 const MAX_BYTES_SHARED: u64 = 8 << 20;
 /// A connection may hold this fraction of the free memory.
 const FREE_SHARE: u64 = 8;

@@ -9,8 +9,10 @@ use crate::rate_limit::Tokens;
 /// Quantum in bytes with several connections: what one service may send, and as much may be read
 /// from the device. A processor copies it in some 50 µs. A request is not split, so the last one
 /// may exceed it.
+/// Beyond it: the next connection has its turn.
 const QUANTUM_SHARED_BYTES: u64 = 256 << 10;
 /// Quantum in bytes of a connection that is alone: all that it may hold.
+/// Beyond it: other work of the thread has its turn.
 const QUANTUM_ALONE_BYTES: u64 = 32 << 20;
 /// A connection is bulk if it moved this many bytes lately.
 const BULK_THRESHOLD_BYTES: u64 = 256 << 10;

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 pub(crate) const SAMPLE_EVERY: u32 = 16;
 /// Marks the tag of a timed request; frontends use fewer bits for their keys.
 pub(crate) const TIMED: u64 = 1 << 31;
-/// The most timed requests in flight; the oldest one is given up for another one.
+/// The most timed requests of a thread in flight.
+/// Beyond it: the oldest one is timed no longer.
 const MAX_TIMED: usize = 64;
 /// Buckets of a histogram: bucket n is for less than 2^n microseconds, the last one for the rest.
 const BUCKETS: usize = 26;

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use crate::locking::lock;
 
 /// How long messages of a kind are only counted.
+/// Beyond it: the next line says how many were left out.
 pub(crate) const REPEAT_INTERVAL: Duration = Duration::from_secs(30);
 
 struct Entry<K> {

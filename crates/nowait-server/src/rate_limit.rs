@@ -39,7 +39,8 @@ impl TokenBucket {
 
     /// The shortest time to refill a bucket.
     pub const MIN_REFILL_TIME: Duration = Duration::from_millis(1);
-    /// The longest time to refill a bucket.
+    /// The longest time to refill the token bucket of a limit.
+    /// Beyond it: the limit is refused.
     pub const MAX_REFILL_TIME: Duration = Duration::from_secs(86_400);
 
     /// Whether its values are within their ranges.

@@ -36,7 +36,8 @@ pub struct Options {
 }
 
 impl Options {
-    /// A good value for [`Options::idle`]: a client that comes back soon finds the export attached.
+    /// How long the threads of an export without connections go on: a client that comes back soon finds it attached.
+    /// Beyond it: the threads of an export without connections stop.
     pub const IDLE: Duration = Duration::from_secs(15);
     /// A good value for [`Options::split_bytes`]: some devices work for a quarter of a millisecond on
     /// so many bytes.

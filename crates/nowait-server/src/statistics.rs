@@ -14,7 +14,8 @@ use crate::locking::lock;
 
 /// The operations that are counted, in the order of the arrays here.
 const OPS: [Op; 6] = [Op::Read, Op::Write, Op::Flush, Op::Discard, Op::Zero, Op::Status];
-/// The most different errnos that are counted apart; others count as `EIO`.
+/// The most different errnos of an export that are counted apart.
+/// Beyond it: others count as `EIO`.
 const MAX_ERRNOS: usize = 32;
 
 /// The counts of an engine, in the order of [`Stats::mechanisms`].

@@ -11,7 +11,8 @@ use std::thread;
 use rustix::process::{getpriority_process, setpriority_process};
 use tokio::sync::{Semaphore, oneshot};
 
-/// Maximum number of calls that run at the same time; a further one waits.
+/// Maximum number of calls that run at the same time.
+/// Beyond it: a further one waits.
 const MAX_CALLS: usize = 4;
 /// The nice value of the thread that answers clients is higher by this than that of the others (nice(2); 19 is the
 /// highest).

@@ -13,12 +13,15 @@ use axum::response::Response;
 use crate::http::refusal::{closing, refuse};
 
 /// The longest body of a request, in bytes.
+/// Beyond it: 413.
 const MAX_BODY_BYTES: usize = 64 << 10;
-/// How long it may take to arrive.
+/// How long the body of a request may take to arrive.
+/// Beyond it: 408.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The longest head of a request, in bytes without white space around values: the name of an export may have 4096, which
 /// are three times as many when they are percent-encoded.
+/// Beyond it: 431, or the connection is closed.
 pub(crate) const MAX_HEAD_BYTES: usize = 32 << 10;
 
 /// Has a request answered whose head is not too long and names one host (RFC 9112, section 3.2).

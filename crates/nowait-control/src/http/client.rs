@@ -32,9 +32,11 @@ use crate::http::http_listener::Stream;
 use crate::http::refusal::ErrorInfo;
 use crate::http::token::Token;
 
-/// How long an answer may take; opening an image, or a flush, may take its time.
+/// How long an answer may take that a command waits for; opening an image, or a flush, may take its time.
+/// Beyond it: the command fails.
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// The longest answer, in bytes.
+/// The longest answer that a command reads, in bytes.
+/// Beyond it: the command fails.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
 /// What stands for itself in a path (RFC 3986, section 2.3).
 const PLAIN: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');

@@ -10,8 +10,10 @@ use std::time::Duration;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
 /// Maximum number of authenticated connections.
+/// Beyond it: further ones wait; on TCP they are refused.
 const MAX_AUTHENTICATED: usize = 64;
 /// Maximum number of unauthenticated connections.
+/// Beyond it: the oldest one is closed.
 const MAX_UNAUTHENTICATED: usize = 16;
 
 /// The connection slots of one socket.

@@ -19,7 +19,8 @@ use crate::controlled_server::ControlledServer;
 use crate::counted_api::{ExportInfo, Statistics};
 use crate::http::blocking_calls::blocking;
 
-/// The most subscribers simultaneously.
+/// The most clients that follow the events simultaneously.
+/// Beyond it: 503.
 pub(crate) const MAX_SUBSCRIBERS: usize = 16;
 /// The time between two messages.
 const PERIOD: Duration = Duration::from_secs(1);

@@ -19,9 +19,11 @@ use crate::load::Load;
 const PERIOD: Duration = Duration::from_secs(10);
 /// The most samples that are kept: those of an hour.
 const SAMPLES: usize = 360;
-/// The most exports with samples of their own.
+/// The most exports with samples of their own in the history.
+/// Beyond it: others are counted only.
 const MAX_EXPORTS: usize = 64;
-/// The most errors that are kept.
+/// The most errors that the history keeps.
+/// Beyond it: the oldest one is forgotten.
 const MAX_ERRORS: usize = 64;
 
 /// The history of a server; clones share it.

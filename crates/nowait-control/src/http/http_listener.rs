@@ -24,12 +24,16 @@ use crate::http::origin::local_host_first;
 use crate::http::token::{Token, token_first};
 
 /// How long a client may take to show its token, which is in the head of its first request.
+/// Beyond it: the connection is closed.
 const TOKEN_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a TLS handshake may take.
+/// Beyond it: the connection is closed.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a client may leave an answer unread.
+/// Beyond it: the connection is closed.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a machine may leave what was sent without an acknowledgement, in milliseconds.
+/// Beyond it: the kernel closes the connection.
 const ACKNOWLEDGE_TIMEOUT: u32 = 30_000;
 
 /// A bound socket, and which clients are served.

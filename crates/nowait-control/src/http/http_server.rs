@@ -30,8 +30,10 @@ use crate::http::http_listener::{Accepted, Acceptor, HttpListener};
 use crate::http::routes::{self, Accepting};
 
 /// How long a client may take to send the head of a request.
+/// Beyond it: the connection is closed.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long clients may take to leave a server that ends.
+/// Beyond it: they are disconnected.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(1);
 /// The pause after a connection that could not be accepted.
 const BACK_OFF: Duration = Duration::from_millis(100);

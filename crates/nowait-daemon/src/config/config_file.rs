@@ -13,7 +13,8 @@ use toml::de::{DeTable, DeValue};
 use crate::config::ServeConfig;
 use crate::error::{open_message, os_message};
 
-/// Maximum bytes of a file.
+/// The longest configuration file, in bytes.
+/// Beyond it: the file is refused.
 const MAX_BYTES: u64 = 1 << 20;
 
 /// The keys that are an option's other spelling on the command line, each with what stands in a file.

@@ -11,6 +11,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// The longest name in bytes that the NBD protocol allows (NBD proto.md, "Values", string limit).
+/// Beyond it: the name is refused.
 pub const MAX_NAME_BYTES: usize = 4096;
 
 /// An export, one of several.

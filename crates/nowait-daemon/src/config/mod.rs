@@ -39,12 +39,16 @@ use crate::secrets;
 use choices::{Direct, Mechanism, QueueChoice, SandboxChoice, Threshold, TlsChoice};
 
 /// The most serving threads.
+/// Beyond it: the option is refused.
 pub const MAX_THREADS: u16 = 256;
 /// The most serving threads that are started where no number is given.
+/// Beyond it: further processors have no thread.
 pub const MOST_BY_DEFAULT: u16 = 8;
 /// The most connections that can be allowed.
+/// Beyond it: the option is refused.
 pub const MAX_CONNECTIONS: u32 = 1 << 20;
 /// The most seconds that requests wait for a lost server: a day.
+/// Beyond it: the option is refused.
 pub const MAX_RECONNECT: u64 = 24 * 60 * 60;
 
 /// Everything that a server can be told.

@@ -8,7 +8,8 @@ use std::str::FromStr;
 
 use crate::config::export_spec::NamedExport;
 
-/// The greatest number of a device: one less than the kernel's minor numbers.
+/// The greatest number of a ublk device: one less than the kernel's minor numbers.
+/// Beyond it: the option is refused.
 pub const MAX_ID: u32 = (1 << 20) - 1;
 
 /// A node, one of several.

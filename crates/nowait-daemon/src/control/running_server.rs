@@ -31,10 +31,13 @@ use crate::upgrade::paused_disks::PausedDisks;
 use crate::upgrade::sender::{self, Upgrades};
 
 /// How long an export that is removed may take to end its requests.
+/// Beyond it: the removal fails.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The most places where an export that is added can be reached beside the server's addresses.
+/// Beyond it: 400.
 const MAX_FRONTENDS: usize = 16;
 /// The most images below it that a request for an export names.
+/// Beyond it: 400.
 const MAX_BACKINGS: usize = 16;
 
 /// What the exports that are added later have in common.

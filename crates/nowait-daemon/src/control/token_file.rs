@@ -17,7 +17,8 @@ use crate::process::owned_paths;
 
 /// The permission bits of others than the owner.
 const OTHERS: u32 = 0o077;
-/// A file with more than this is no token.
+/// The longest file with a token, in bytes.
+/// Beyond it: the file is refused.
 const MAX_BYTES: u64 = 4096;
 
 /// A file that is removed when this is dropped: one that was made here or, once this process serves,

@@ -20,7 +20,8 @@ use crate::config::export_spec::NamedExport;
 use crate::disks::open_disk::{OpenedDisk, check_blocks};
 use crate::disks::served_disks::{ServedDisk, ServedDisks};
 
-/// How long requests in flight may take to end.
+/// How long requests in flight may take to end for a snapshot or a new size.
+/// Beyond it: the export goes on as it was.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The export whose image is reopened.

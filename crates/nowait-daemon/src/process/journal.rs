@@ -13,7 +13,8 @@ use crate::error::plain;
 
 /// Where the journal receives messages.
 pub(crate) const SOCKET: &str = "/run/systemd/journal/socket";
-/// The longest value in bytes; a datagram holds several.
+/// The longest value of a field of the journal, in bytes; a datagram holds several.
+/// Beyond it: the value is cut.
 const MAX_VALUE_BYTES: usize = 8192;
 
 /// A connection to the journal.

@@ -26,7 +26,8 @@ use crate::error::{CliError, os_message};
 /// How long the clients of sockets that were handed over are disconnected when they cannot be served. It is also the
 /// shortest interval at which a service manager starts the server for them.
 pub(crate) const REJECTED: Duration = Duration::from_secs(1);
-/// The longest status in bytes; systemd ignores messages of more than 4096 bytes in all.
+/// The longest status for systemd, in bytes, which ignores messages of more than 4096 bytes in all.
+/// Beyond it: the status is cut.
 const MAX_STATUS_BYTES: usize = 1024;
 
 /// The connection to the service manager.

@@ -18,8 +18,9 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CapabilitySet, capabilities, gettid, set_capabilities};
 
-/// How long a thread may sleep with the signal blocked: libraries block all signals for a moment. A
-/// thread that waits for a processor, or for a device, may take as long as it likes.
+/// How long a thread may sleep with the signal blocked when a server is confined: libraries block all signals for a
+/// /// moment. A thread that waits for a processor, or for a device, may take as long as it likes.
+/// Beyond it: the start fails.
 const BLOCKED_TIMEOUT: Duration = Duration::from_secs(60);
 const RETRY: Duration = Duration::from_millis(1);
 /// The flag of io_uring's threads (include/linux/sched.h).

@@ -33,6 +33,7 @@ use started::Started;
 
 /// The timeout for requests in flight after the signal to stop and, if it expires, for the flush
 /// after them.
+/// Beyond it: a warning says how many requests are left.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The exit status where an image cannot be opened or is in use (`EX_NOINPUT` of sysexits.h), and of a server that was
 /// handed sockets and cannot serve them for any reason, so that a service manager can recognise a failure that a

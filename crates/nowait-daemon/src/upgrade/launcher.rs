@@ -35,7 +35,8 @@ use crate::upgrade::{ENVIRONMENT, SUCCESSOR};
 const NAME: &str = "nowait-launcher";
 /// The same for pidof(1) and killall(1), which would find it as the server; the kernel's limit is 15 bytes.
 const SHORT_NAME: &CStr = c"nowait-launcher";
-/// How long the launcher may take for a request and its answer.
+/// How long the process that starts the new program of an upgrade may take for a request and its answer.
+/// Beyond it: the upgrade fails, and the old program serves on.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why there is no upgrade of a confined server any more.

@@ -32,6 +32,7 @@ use crate::upgrade::receiver_policy::ReceiverPolicy;
 use crate::upgrade::{ENVIRONMENT, SUCCESSOR};
 
 /// How long the old program may take for one message: it ends requests and flushes meanwhile.
+/// Beyond it: the new program exits.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Tells an old program, if this process was started to take over from one, why it cannot.

@@ -23,10 +23,13 @@ use crate::upgrade::messages::{
 };
 
 /// How long the new program may take until it waits for the images.
+/// Beyond it: the upgrade fails, and the old program serves on.
 const PREPARE_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long it may take to open them, while nothing is served.
+/// How long the new program may take to open the images, while nothing is served.
+/// Beyond it: the upgrade fails, and the old program serves on.
 const READY_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long requests in flight may take to end.
+/// How long requests in flight may take to end for an upgrade.
+/// Beyond it: the upgrade fails, and the old program serves on.
 pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What a server needs to be handed over, from its start on.

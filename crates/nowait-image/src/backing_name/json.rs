@@ -12,7 +12,8 @@ use crate::file_name::plain_name;
 use crate::formats::qcow2::header::MAX_NAME_BYTES;
 use crate::formats::table::by_name;
 
-/// Most objects in each other.
+/// The most objects in each other in a backing name of JSON.
+/// Beyond it: the name is refused.
 const MAX_DEPTH: usize = 4;
 
 /// Options that change no byte that a guest reads (qapi/block-core.json).

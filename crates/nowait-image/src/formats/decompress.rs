@@ -14,6 +14,7 @@ use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
 
 /// The largest window of a zstd frame is 1 << this many bytes: 8 MiB, which RFC 8878 asks each decoder to
 /// support. Clusters have at most 2 MiB, and so have the windows of QEMU's frames.
+/// Beyond it: the cluster cannot be read (`EIO`).
 const MAX_WINDOW_LOG: u32 = 23;
 
 /// The compression of an image's clusters.

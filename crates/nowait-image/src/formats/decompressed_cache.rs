@@ -14,7 +14,8 @@ use tracing::error;
 
 use crate::formats::decompress::{Packing, decompress_cluster};
 
-/// Most bytes in the cache.
+/// The most bytes of decompressed clusters in memory.
+/// Beyond it: the one that was used longest ago goes.
 const MAX_BYTES: usize = 16 << 20;
 
 /// The position of a compressed cluster: the file's number, and the byte in it.

@@ -14,6 +14,7 @@ use crate::formats::decompress::Packing;
 use crate::formats::decompressed_cache::DecompressedCache;
 
 /// Most files that a disk and all below it have their data in: the number of a file has eight bits.
+/// Beyond it: the image is refused.
 pub(crate) const MAX_FILES: usize = 255;
 
 /// Where the bytes of a run of the disk are.

@@ -12,7 +12,8 @@ use crate::image_file::ImageFile;
 
 /// Bytes that are read at a time, at a multiple of that.
 const BLOCK_BYTES: u64 = 4096;
-/// Blocks in the cache: 1 MiB.
+/// The most blocks of tables of an image in memory, 4 KiB each.
+/// Beyond it: the block that was used longest ago goes.
 const MAX_BLOCKS: usize = 256;
 
 #[derive(Debug, Default)]

@@ -11,7 +11,8 @@ use nowait::{ByteRange, Extent, Intent};
 
 /// Granules in a window, which are filled and evicted together.
 pub(crate) const WINDOW_GRANULES: u64 = 512;
-/// Most slots of the cache: with 4 KiB for each, 32 MiB at most.
+/// The most slots of the cache of extents of a qcow2 image, with 4 KiB each.
+/// Beyond it: other slots are used again.
 const MAX_SLOTS: u64 = 8192;
 /// A window's number has to fit half a stamp.
 const MAX_WINDOWS: u64 = 1 << 31;

@@ -31,7 +31,8 @@ pub(crate) struct DeferredFree {
     pub(crate) compressed: bool,
 }
 
-/// Most clusters whose free is deferred; those beyond that leak.
+/// The most clusters of a qcow2 image whose free is deferred.
+/// Beyond it: the clusters leak.
 const MAX_DEFERRED_FREE: usize = 1 << 20;
 
 /// The refcounts of an image that is writable.

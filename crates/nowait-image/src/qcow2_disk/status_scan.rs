@@ -13,8 +13,8 @@ use nowait::{ByteRange, Error, ExtentStatus, Storage};
 
 use crate::qcow2_disk::backing_chain::{BackingChain, Mapping, Resolved};
 
-/// Most work of one request, in lookups in tables that are in memory: some 10 ms. The reply ends
-/// there, and clients ask for the rest.
+/// The most lookups of one block status of a qcow2 image in tables that are in memory: some 10 ms.
+/// Beyond it: the reply ends there, and the client asks for the rest.
 const MAX_WORK: usize = 32 << 10;
 /// The work that a read of tables or a query to a file system counts for: some 100 µs at most.
 const READ_WORK: usize = 256;

@@ -27,9 +27,11 @@ use crate::qcow2_disk::metadata_survey;
 use crate::qcow2_disk::refcount_allocator::{ClusterRun, DeferredFree};
 use crate::qcow2_disk::yielding_lock::{lock, lock_for_io};
 
-/// Most dirty metadata in bytes; a change of the metadata beyond that flushes first.
+/// The most dirty metadata of a qcow2 image, in bytes.
+/// Beyond it: a change of the metadata flushes first.
 const MAX_DIRTY_BYTES: u64 = 16 << 20;
-/// How long metadata may stay dirty before the flusher thread writes it.
+/// How long metadata of a qcow2 image may stay dirty.
+/// Beyond it: the flusher thread writes it.
 const MAX_DIRTY_TIME: Duration = Duration::from_secs(5);
 /// Most bytes of adjacent blocks in one write.
 const RUN_BYTES: usize = 1 << 20;

@@ -33,7 +33,8 @@ const CA_CRL: &str = "ca-crl.pem";
 /// The client's certificate and key, for servers that ask for them; both may be absent.
 const CLIENT_CERT: &str = "client-cert.pem";
 const CLIENT_KEY: &str = "client-key.pem";
-/// Bytes of a key's file that are looked at.
+/// Bytes of the file of a client's key that are looked at.
+/// Beyond it: the file is refused.
 const MAX_KEY_BYTES: u64 = 1 << 20;
 /// The refusal of a URI with TLS where no directory is known.
 const NO_DIRECTORY: &str =

@@ -17,13 +17,17 @@ use crate::option::{InfoOption, MetaContextOption, OptionReplyHeader, option};
 use crate::reply_mode::ReplyMode;
 
 /// The longest reply to an option that a server has reason to give, in bytes.
+/// Beyond it: the handshake fails.
 const MAX_REPLY_BYTES: u32 = 64 << 10;
-/// A server may send several pieces of information before it acknowledges, but not without end.
+/// The most replies to one option: a server may send several pieces of information before it acknowledges.
+/// Beyond it: the handshake fails.
 const MAX_REPLIES: usize = 64;
 /// The longest read or write in bytes where the server says nothing (NBD proto.md, "Block size
 /// constraints").
+/// Beyond it: a request is split.
 const DEFAULT_MAX_BYTES: u32 = 32 << 20;
 /// The largest minimum block in bytes that the protocol allows.
+/// Beyond it: the handshake fails.
 const MAX_MIN_BLOCK: u32 = 64 << 10;
 
 const BROKEN: &str = "the server's answer in the handshake is no answer";

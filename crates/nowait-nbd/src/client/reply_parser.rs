@@ -14,6 +14,7 @@ use crate::reply_header::ReplyHeader;
 use crate::reply_mode::ReplyMode;
 
 /// The longest block status or error chunk, in bytes.
+/// Beyond it: the connection is given up.
 const MAX_COLLECTED_BYTES: u64 = 16 << 20;
 /// The longest header of a reply in bytes: an extended one with offset and length of a hole.
 const MAX_HEAD_BYTES: usize = 44;

@@ -20,7 +20,8 @@ use crate::client::socket::{Received, Socket};
 const PLAINTEXT_BYTES: usize = 256 << 10;
 /// What is received together, in bytes: as many records as have arrived.
 const RECEIVED_BYTES: usize = 256 << 10;
-/// A record with its header; no server may send a longer one (RFC 8446, section 5.2).
+/// The longest TLS record with its header, in bytes (RFC 8446, section 5.2).
+/// Beyond it: the connection is given up.
 const MAX_RECORD_BYTES: usize = 5 + (16 << 10) + 256;
 /// The longest content of a record, in bytes; shorter slices share records.
 const MAX_CONTENT_BYTES: usize = 16 << 10;

@@ -19,7 +19,8 @@ use crate::nbd::limits::Limits;
 use crate::nbd::link_counters::LinkCounters;
 use crate::nbd::session::{Next, Session};
 
-/// The limits of the first connection and of its handshake.
+/// How long the first connection to an NBD server, and its handshake, may take.
+/// Beyond it: the image is not opened.
 pub(super) const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
 /// The limits of a later one: that for the reconnect, but not less or more than these.
 const AGAIN_TIMEOUTS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(5)];

@@ -16,6 +16,7 @@ const BROKEN: &str = "the server's replies make no sense";
 
 /// The most messages about one request: a server that sends holes and data by turns has a reason for
 /// many, but not without end.
+/// Beyond it: the connection is made again.
 const MAX_MESSAGES: u32 = 1 << 20;
 
 /// A job that is with the server.

@@ -23,7 +23,8 @@ use crate::object::aws_sso::{SsoCredentials, SsoRole};
 use crate::object::process_credentials::ProcessCredentials;
 use crate::object::secret_text;
 
-/// A file with more than this is refused.
+/// The longest file with credentials of AWS, in bytes.
+/// Beyond it: the file is refused.
 const MAX_BYTES: u64 = 1 << 20;
 /// The files are read again, when there are requests, after this time.
 const FRESH: Duration = Duration::from_secs(2);

@@ -26,7 +26,8 @@ use url::Url;
 use crate::object::fault::BadAnswer;
 use crate::object::secret_text::is_plain;
 
-/// A file or an answer with more than this is refused.
+/// The longest file or answer about an SSO login, in bytes.
+/// Beyond it: the file or the answer is refused.
 const MAX_BYTES: u64 = 64 << 10;
 /// Credentials are replaced so long before they expire.
 const BEFORE_END: Duration = Duration::from_secs(300);

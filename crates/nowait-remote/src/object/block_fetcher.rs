@@ -30,6 +30,7 @@ use crate::policy::{BLOCK_BYTES, PrefetchCursor, ReadAhead};
 /// The most blocks of one request: 4 MiB.
 const RUN_BLOCKS: u64 = 64;
 /// The most requests with the store simultaneously, and of these for what no read waits for.
+/// Beyond it: reads wait.
 const MAX_REQUESTS: usize = 16;
 const MAX_AHEAD: usize = 4;
 /// The most reads and writes of the cache simultaneously, and the blocks of one read.
@@ -37,6 +38,7 @@ const MAX_LOOKS: usize = 4;
 const MAX_STORES: usize = 4;
 const LOOK_BLOCKS: u64 = 16;
 /// The most bytes of reads that have begun, unless it is one read.
+/// Beyond it: reads wait.
 const MAX_JOB_BYTES: u64 = 64 << 20;
 /// The most blocks in memory: 32 MiB.
 const MEMORY_BLOCKS: usize = 512;

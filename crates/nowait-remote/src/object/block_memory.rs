@@ -11,7 +11,8 @@ use crate::store_counters::MemoryCounts;
 
 /// The least bytes of all objects: two requests.
 pub const MIN_BLOCK_MEMORY: u64 = 8 << 20;
-/// The most bytes of all objects, unless another number is given.
+/// The most bytes of memory for blocks of all objects, unless another number is given.
+/// Beyond it: the block that was used longest ago goes.
 pub const BLOCK_MEMORY: u64 = 256 << 20;
 
 static ALL: LazyLock<Arc<Pool>> = LazyLock::new(|| Arc::new(Pool::new(BLOCK_MEMORY)));

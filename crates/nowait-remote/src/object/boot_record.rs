@@ -15,7 +15,8 @@ use nowait_image::{create_message, open_message};
 
 use crate::policy::PrefetchOrder;
 
-/// The most bytes of a record that are read.
+/// The longest record of a boot, in bytes.
+/// Beyond it: the record is not read.
 const MAX_BYTES: u64 = 64 << 20;
 
 /// A file that takes the records of all objects of a server.

@@ -20,7 +20,8 @@ use url::Url;
 
 use crate::object::secret_text;
 
-/// A file with more than this is refused.
+/// The longest file with passwords of web servers, in bytes.
+/// Beyond it: the file is refused.
 const MAX_BYTES: u64 = 64 << 10;
 /// The headers that only the client itself sends, beside those of conditions.
 const OWN: [HeaderName; 9] = [

@@ -45,7 +45,8 @@ const ANSWER_BYTES: usize = 1 << 20;
 const MAX_DIGITS: usize = 18;
 /// The encoding of bytes that are as they are.
 const IDENTITY: &str = "identity";
-/// The most places that one request is led to.
+/// The most places that one request to a web server is led to.
+/// Beyond it: the request fails.
 const MAX_REDIRECTS: usize = 5;
 /// The versions of HTTP by their names in TLS (ALPN).
 const HTTP1: &[u8] = b"http/1.1";

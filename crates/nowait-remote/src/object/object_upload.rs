@@ -19,8 +19,10 @@ use crate::object::object_url::ObjectUrl;
 use crate::object::upload::Upload;
 
 /// The largest object: that of S3.
+/// Beyond it: the copy is refused.
 const MAX_BYTES: u64 = 5 << 40;
 /// The most parts of an object of S3, and the least bytes of a part here.
+/// Beyond it: the copy is refused.
 const MAX_PARTS: u64 = 10_000;
 const MIN_PART_BYTES: u64 = 8 << 20;
 /// Parts are sent so many at a time, fewer where they have more bytes than these together.

@@ -15,7 +15,8 @@ use crate::object::aws_files;
 use crate::object::proxy::Proxies;
 
 const HTTPS_PORT: u16 = 443;
-/// The most bytes of the name of a version; those of S3 have at most 1024.
+/// The longest name of a version of an object in bytes, as of S3.
+/// Beyond it: the object is refused.
 const MAX_VERSION: usize = 1024;
 /// Also that of the service that gives a virtual machine in a cloud its credentials.
 const HTTP_PORT: u16 = 80;

@@ -10,6 +10,7 @@ use nowait::ByteRange;
 use super::BLOCK_BYTES;
 
 /// The sequences of reads that are remembered; the oldest one goes first.
+/// Beyond it: the one that was used longest ago goes.
 const MAX_STREAMS: usize = 8;
 /// Bytes that a read may be ahead of the one before it: several are under way simultaneously.
 const MAX_GAP: u64 = 128 << 10;
@@ -18,6 +19,7 @@ const GROWTH: u64 = 2;
 const LONG: u64 = 1 << 20;
 const LONG_GROWTH: u64 = 4;
 /// The most blocks ahead.
+/// Beyond it: no more is read ahead.
 const MAX_BLOCKS: u64 = 64;
 /// The most blocks ahead that a read waits for.
 const JOINED_BLOCKS: u64 = 16;

@@ -10,8 +10,10 @@ const GRANULARITIES: RangeInclusive<u64> = 512..=64 << 20;
 /// Bytes of a name.
 const NAME_BYTES: RangeInclusive<usize> = 1..=1023;
 /// The most bitmaps of an export.
+/// Beyond it: no further one is added.
 pub(crate) const MAX_BITMAPS: usize = 32;
 /// The most bytes of memory that the bits of all bitmaps of an export have.
+/// Beyond it: no further one is added.
 pub(crate) const MAX_BIT_BYTES: u64 = 256 << 20;
 /// Bytes of a granule where none are given, as QEMU's.
 pub(crate) const DEFAULT_GRANULARITY: u64 = 64 << 10;

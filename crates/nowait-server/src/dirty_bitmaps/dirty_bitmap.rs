@@ -15,6 +15,7 @@ use crate::dirty_bitmaps::bitmap_spec::BitmapSpec;
 use crate::dirty_bitmaps::granule_bits::{CHUNK, GranuleBits, bytes_for};
 
 /// The most parts of the bits of a bitmap: that which it was added with, and one for each growth of its disk.
+/// Beyond it: all behind the last part counts as changed.
 const MAX_PARTS: usize = 24;
 /// Growths that get as many bits as they need; each later one doubles the bits at least.
 const EXACT_PARTS: usize = 8;

@@ -13,6 +13,7 @@ use crate::nbd::wire::{MAX_STRING_BYTES, ReplyMode, RequestHeader};
 
 /// The longest payload of a request, in bytes; advertised in the handshake (NBD proto.md, "Block
 /// size constraints").
+/// Beyond it: the request fails with `EINVAL`, a read in chunks with `EOVERFLOW`.
 pub(crate) const MAX_PAYLOAD_BYTES: u32 = 32 << 20;
 /// The smallest preferred block size.
 const PREFERRED_BLOCK_BYTES: u32 = 4096;

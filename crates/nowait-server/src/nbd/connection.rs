@@ -34,11 +34,13 @@ use crate::refusal_log::{self, Refusal};
 use crate::shared_export::ExportUse;
 
 /// The most requests of one connection, from their arrival until their reply has been sent.
+/// Beyond it: its socket is not read.
 pub(crate) const MAX_REQUESTS: u32 = 1024;
 
 // A token is the connection's number and generation, and a bit for its kind.
 const NUMBER_BITS: u32 = 20;
-/// The most connections of a thread.
+/// The most connections of a thread, beside the limit of the server.
+/// Beyond it: the connection is closed.
 pub(crate) const MAX_CONNECTIONS: usize = 1 << NUMBER_BITS;
 /// Generations after which the numbers begin again.
 pub(crate) const GENERATIONS: u64 = 1 << 34;

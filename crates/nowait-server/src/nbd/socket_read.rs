@@ -16,6 +16,7 @@ use crate::nbd::tls_session::Transport;
 use crate::nbd::write_split::IncomingSplitWrite;
 
 /// Bytes received with one system call, beside the payload of a large write.
+/// Beyond it: the socket is not read.
 pub(crate) const RECEIVE_BYTES: usize = 256 << 10;
 
 /// What all connections of a thread receive into.

@@ -10,8 +10,10 @@ use crate::buffer_budget::BufferBudget;
 use crate::nbd::connection::Connection;
 
 /// The time in which a client has to send or take [`MIN_BYTES`].
+/// Beyond it: a connection that moved fewer, and holds more than it is guaranteed, is closed if another one waits for memory.
 pub(crate) const PERIOD: Duration = Duration::from_secs(10);
 /// Bytes that are some progress: 100 KiB a second.
+/// Beyond it: the connection stays.
 pub(crate) const MIN_BYTES: u64 = 1000 << 10;
 
 /// When the connections of a thread are looked at.

@@ -27,7 +27,8 @@ const CA_CRL: &str = "ca-crl.pem";
 /// The server's certificate; the certificates between it and the root may follow.
 const SERVER_CERT: &str = "server-cert.pem";
 const SERVER_KEY: &str = "server-key.pem";
-/// Bytes of a key's file that are looked at.
+/// Bytes of the file of the server's key that are looked at.
+/// Beyond it: the file is refused.
 const MAX_KEY_BYTES: u64 = 1 << 20;
 /// Error message for a key that the cryptography does not take.
 const KEYS: &str = "it is no key that can be used: RSA keys need 2048, 3072 or 4096 bits, ECDSA keys \

@@ -16,6 +16,7 @@ use crate::nbd::tls_config::Credentials;
 use crate::net::socket::Socket;
 
 /// The most bytes of replies that are encrypted together: most of what one send takes.
+/// Beyond it: no more is encrypted before it has left.
 const CIPHERTEXT_BUFFER_BYTES: usize = 256 << 10;
 
 /// The transport of a connection.

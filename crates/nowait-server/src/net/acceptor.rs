@@ -17,6 +17,7 @@ use crate::net::socket::Socket;
 use crate::refusal_log::{self, Refusal};
 
 /// The most connections that one iteration of the event loop accepts or rejects.
+/// Beyond it: the others wait for the next iteration of the event loop.
 pub(crate) const ACCEPT_BATCH: usize = 32;
 
 /// Back-off after accept(2) has failed, as it does when the process has no descriptor left.

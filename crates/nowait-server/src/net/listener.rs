@@ -25,12 +25,14 @@ use rustix::net::{
 use crate::net::deadline::call_until;
 
 /// Send buffer of a client's socket in bytes; the system's limit may be lower.
+/// Beyond it: the connection waits until its client reads.
 const SEND_BUFFER_BYTES: usize = 4 << 20;
 
 /// How long the sockets of a killed process may remain: the kernel takes a ring, and with it the
 /// watched sockets, apart after the process is gone.
 const BIND_RETRY: Duration = Duration::from_millis(500);
-/// How long to wait for another server that starts in the same directory: longer than it needs.
+/// How long a server waits for another one that starts in the same directory: longer than it needs.
+/// Beyond it: the start fails.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(3);
 /// A bound socket listens a moment later; one that does not after this time is stale.
 const BIND_TO_LISTEN: Duration = Duration::from_millis(20);

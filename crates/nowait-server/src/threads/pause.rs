@@ -20,8 +20,10 @@ use crate::threads::{Shared, ThreadEvent};
 use crate::vhost_user::control_thread::PausedDevice;
 
 /// How long the driver of a block device may take to notice that it was given back.
+/// Beyond it: the export goes on without waiting for it.
 const RESUME_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a message of a VMM may be on its way in a pause. VMMs send each by one call.
+/// Beyond it: the pause fails, and all goes on.
 const PARTIAL_MESSAGE_TIMEOUT: Duration = Duration::from_millis(500);
 /// How often a wait for requests in flight looks whether the server is stopping.
 const STOP_INTERVAL: Duration = Duration::from_millis(100);

@@ -14,8 +14,10 @@ use crate::ublk::ublk_cmd::{
 use crate::ublk::ublk_error::UblkError;
 
 /// How long the driver may take to stop a device, which includes writing what it has cached.
+/// Beyond it: the command fails.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the driver may take for a new size, or to keep requests back for the next server.
+/// Beyond it: the change fails.
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Tells the users of the node that it has `sectors` sectors of 512 bytes now. False where the driver

@@ -15,9 +15,11 @@ use crate::ublk::ublk_cmd::{
 };
 use crate::ublk::ublk_error::UblkError;
 
-/// The longest path of a character device, with its NUL.
+/// The longest path of a character device in bytes, with its NUL.
+/// Beyond it: the command fails with `EINVAL`.
 const MAX_PATH_BYTES: usize = 32;
-/// The longest buffer of a command.
+/// The longest buffer of a command to the driver, in bytes.
+/// Beyond it: the command fails with `EINVAL`.
 const MAX_BUFFER_BYTES: usize = 128;
 
 /// The driver's control device.

@@ -15,13 +15,17 @@ use crate::ublk::ublk_cmd::field;
 
 const SECTOR_SHIFT: u32 = 9;
 /// The kernel's largest block: a page.
+/// Beyond it: the block is a page.
 const MAX_BLOCK_BYTES: u32 = 4096;
 const TYPES_BASIC_AND_DISCARD: u32 = 3;
 const READ_ONLY: u32 = 1;
 const VOLATILE_CACHE: u32 = 1 << 2;
 const FUA: u32 = 1 << 3;
-/// The longest discard and the longest zeroing, in bytes. A worker does each as a whole.
+/// The longest discard, in bytes. A worker does it as a whole.
+/// Beyond it: the kernel makes several requests.
 const MAX_DISCARD_BYTES: u32 = 1 << 30;
+/// The longest zeroing, in bytes. A worker does it as a whole.
+/// Beyond it: the kernel makes several requests.
 const MAX_ZERO_BYTES: u32 = 64 << 20;
 
 /// The properties of a node.

@@ -21,14 +21,18 @@ use crate::ublk::ublk_cmd::{
 use crate::ublk::ublk_error::UblkError;
 
 /// The most requests of a queue in flight.
+/// Beyond it: requests wait in the kernel.
 const MAX_DEPTH: u16 = 128;
 const MIN_DEPTH: u16 = 16;
 /// The longest request, in bytes, where there are few queues and where there are many.
+/// Beyond it: the kernel makes several requests.
 const MAX_IO_BYTES: u32 = 512 << 10;
 const MIN_IO_BYTES: u32 = 64 << 10;
 /// Bytes of the buffers of all queues together: each tag has one of the longest request.
+/// Beyond it: requests are shorter, then queues less deep.
 const MAX_BUFFER_BYTES: u64 = 64 << 20;
 /// How long a device's last server may take to end once it was killed, and a new node to appear.
+/// Beyond it: the start fails.
 pub(crate) const APPEAR_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often a wait looks again.
 pub(crate) const RETRY: Duration = Duration::from_millis(50);

@@ -7,7 +7,8 @@ use std::fs;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-/// The most users that are named; the others are counted.
+/// The most users of a node that are named.
+/// Beyond it: the others are counted.
 const MAX_NAMED: usize = 4;
 /// A user of which there is only the driver's word, for example in another mount namespace.
 pub(crate) const INVISIBLE: &str = "something that is not visible from here";

@@ -27,11 +27,14 @@ use crate::ublk::ublk_cmd::{
 use crate::ublk::ublk_error::UblkError;
 
 /// How long the driver may take to start a device, which includes reading its partition table.
+/// Beyond it: the start fails.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long the driver may take to delete a device that has no node any more.
+/// Beyond it: the device is left.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the commands of the queues may take to end when the driver keeps requests back, before it is
 /// told again.
+/// Beyond it: the driver is told again.
 const ABORT_TIMEOUT: Duration = Duration::from_millis(20);
 /// How often it is told.
 const QUIESCE_TRIES: u32 = 25;

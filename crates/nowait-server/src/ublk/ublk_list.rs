@@ -15,6 +15,7 @@ use crate::ublk::ublk_cmd::{
 use crate::ublk::ublk_error::UblkError;
 
 /// How long the driver may take to answer a question.
+/// Beyond it: the question fails.
 const ASK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A ublk device of this host, of any server.

@@ -15,6 +15,7 @@ use vm_memory::{Address, Bytes, GuestAddress};
 use crate::vhost_user::guest_memory::GuestMemory;
 
 /// The most descriptors of a chain: the most segments that the engine takes, a header and a status.
+/// Beyond it: the device stops.
 const MAX_DESCRIPTORS: usize = nowait::MAX_SEGMENTS + 2;
 const DESCRIPTOR_BYTES: u32 = 16;
 /// Bytes of `struct virtio_blk_outhdr`.

@@ -14,6 +14,7 @@ use crate::block_size::BlockSize;
 use crate::export::{Export, SECTOR_BYTES, sectors_of};
 
 /// The most queues of a device.
+/// Beyond it: the message is refused.
 pub(crate) const MAX_QUEUES: u16 = 64;
 /// The most segments of a request that drivers are told: what fits a queue of 128 with its header
 /// and its status.
@@ -21,9 +22,11 @@ const SEGMENTS: u32 = 126;
 /// The most bytes of a segment that drivers are told.
 const SEGMENT_BYTES: u32 = 256 << 10;
 /// The most bytes of a read or a write: what the segments that drivers are told have together.
+/// Beyond it: `VIRTIO_BLK_S_IOERR`.
 pub(crate) const MAX_REQUEST_BYTES: u64 = SEGMENTS as u64 * SEGMENT_BYTES as u64;
-/// The same for drivers that do not ask for the bound, such as those of firmware, which read a whole
-/// kernel at a time.
+/// The most bytes of a read or a write of a driver that does not ask for the bound, such as that of firmware, which
+/// /// reads a whole kernel at a time.
+/// Beyond it: `VIRTIO_BLK_S_IOERR`.
 pub(crate) const MAX_UNTOLD_BYTES: u64 = 256 << 20;
 /// The most sectors of one discard or one write of zeroes: 2 TiB.
 const ZEROED_SECTORS: u32 = u32::MAX;

@@ -20,6 +20,7 @@ use vm_memory::{
 use crate::vhost_user::fault_guard::{FaultGuard, file_of, map_shared};
 
 /// The most regions of a device.
+/// Beyond it: the message is refused.
 pub(crate) const MAX_REGIONS: usize = 509;
 
 /// Where a region is, as the VMM tells it. All sums fit 64 bits.

@@ -21,6 +21,7 @@ use crate::vhost_user::guest_memory::GuestMemory;
 use crate::vhost_user::inflight_region::InflightQueue;
 
 /// The most descriptors of a queue.
+/// Beyond it: the message is refused.
 pub(crate) const MAX_QUEUE_SIZE: u16 = 32768;
 /// Bytes before the entries of an available ring, and of one of them.
 const AVAILABLE_HEADER_BYTES: u64 = 4;

@@ -32,6 +32,7 @@ const GRANULES_PER_LEAF: u64 = GRANULES_PER_WORD * WORDS_PER_LEAF;
 const MOST_LEAVES: u64 = MAX_GRANULES / GRANULES_PER_LEAF + 1;
 const MIN_GRANULE_SHIFT: u32 = 12;
 /// The greatest number of granules: with two bits each, 16 MiB for the largest device.
+/// Beyond it: granules are larger.
 const MAX_GRANULES: u64 = 1 << 26;
 /// The greatest number of extents that a scan reads; status requests add later ones.
 const SCAN_EXTENTS: usize = 1 << 14;

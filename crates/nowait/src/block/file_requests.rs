@@ -19,6 +19,7 @@ use crate::types::error::{Error, Operation};
 use crate::types::request::Op;
 
 /// The greatest size of a file in bytes, whatever the file system allows.
+/// Beyond it: `EINVAL`.
 const GREATEST_SIZE: u64 = i64::MAX as u64;
 
 impl BlockDevice<AllocationCache> {

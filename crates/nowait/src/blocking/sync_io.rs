@@ -18,6 +18,7 @@ use crate::types::request::{ExtentStatus, Flags, Op, Request};
 use crate::types::{alignment, iovec};
 
 /// The greatest number of extents that a status request reports.
+/// Beyond it: the status ends there.
 pub(crate) const MAX_EXTENTS: usize = 4096;
 
 /// The check of C02, which comes before the checks of segments.

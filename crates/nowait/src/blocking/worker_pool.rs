@@ -136,7 +136,8 @@ impl Default for WorkerPool {
 }
 
 impl WorkerPool {
-    /// Threads of a pool by default.
+    /// The most threads of a pool of workers, unless another number is given.
+    /// Beyond it: requests wait for a worker.
     pub const DEFAULT_LIMIT: u32 = 32;
 
     /// At most `limit` threads, 1 to 1024; they start when first needed. The devices take turns by their

@@ -23,7 +23,8 @@ const SEGMENT_HEADER: usize = 56;
 /// Records begin at this distance from a multiple of [`RECORD_UNIT`], so never where a group does.
 const RECORD_PHASE: u64 = 8;
 const RECORD_UNIT: u64 = 16;
-/// The most data of a record in bytes, whatever the size of a segment.
+/// The most data of a record of a log in bytes, whatever the size of a segment.
+/// Beyond it: `EMSGSIZE`.
 const MOST_DATA: u64 = 16 << 20;
 
 const SEGMENT_MAGIC: u64 = u64::from_le_bytes(*b"nowaitLG");

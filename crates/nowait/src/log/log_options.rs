@@ -9,7 +9,8 @@ use crate::types::error::{Error, Operation};
 const SEGMENT_BYTES: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 30;
 /// The unit of a segment's size, in bytes.
 const SEGMENT_UNIT: u64 = 64 << 10;
-/// The most spare segments that can be kept.
+/// The most spare segments of a log that can be kept.
+/// Beyond it: `EINVAL`.
 const MOST_SPARES: u32 = 1024;
 
 /// How a [`crate::Log`] is opened.

@@ -22,9 +22,11 @@ use crate::threads::work_item::WorkItem;
 
 mod watcher;
 
-/// The greatest limit of threads.
+/// The greatest limit of threads of a pool.
+/// Beyond it: the pool has this limit.
 const MAX_THREADS: u32 = 1024;
-/// How long a thread waits for a job before it ends.
+/// How long a worker waits for a job.
+/// Beyond it: the thread ends.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Runs jobs: one, or several that [`WorkItem::joins`] has put together. It takes them out.

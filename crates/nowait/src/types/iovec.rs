@@ -21,8 +21,10 @@ impl IoSegment {
 }
 
 /// The greatest number of segments of one request (C04), `UIO_MAXIOV` of the kernel.
+/// Beyond it: `EINVAL`.
 pub const MAX_SEGMENTS: usize = 1024;
 /// The greatest number of bytes that one request moves (C06), `MAX_RW_COUNT` of the kernel.
+/// Beyond it: fewer bytes are done.
 pub const MAX_TRANSFER_BYTES: u64 = 0x7fff_f000;
 
 /// The bytes of `segments` together, at most [`MAX_TRANSFER_BYTES`].

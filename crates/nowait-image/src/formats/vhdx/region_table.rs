@@ -19,8 +19,11 @@ const CHECKSUM_AT: usize = 4;
 const VERSION: u16 = 1;
 const ENTRY_BYTES: usize = 32;
 const ENTRIES_AT: usize = 16;
+/// The most regions of a VHDX image.
+/// Beyond it: the image is refused.
 const MAX_ENTRIES: u32 = 2047;
-/// Most bytes of a file: positions are counted in MiB with 44 bits, and files are signed.
+/// The largest VHDX file in bytes: positions are counted in MiB with 44 bits, and files are signed.
+/// Beyond it: the image is refused.
 const MAX_BYTES: u64 = i64::MAX as u64;
 
 const BLOCK_TABLE: Guid = Guid::new(0x2dc2_7766, 0xf623, 0x4200, 0x9d64_115e_9bfd_4a08);

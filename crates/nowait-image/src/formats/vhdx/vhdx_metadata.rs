@@ -6,13 +6,17 @@ use crate::formats::vhdx::region_table::{Guid, MIB, le};
 
 /// Bytes of the table of items; items follow it.
 pub(super) const TABLE_BYTES: usize = 64 << 10;
-/// Most bytes of metadata that are read: the table, and as much for items.
-pub(super) const MAX_BYTES: u64 = MIB;
+/// The most bytes of metadata of a VHDX image: the table, and as much for items.
+/// Beyond it: the image is refused.
+pub(super) const MAX_BYTES: u64 = 1 << 20;
+/// The most items of metadata of a VHDX image.
+/// Beyond it: the image is refused.
 const MAX_ITEMS: u16 = 2047;
 const ENTRY_BYTES: usize = 32;
 const REQUIRED: u32 = 1 << 2;
 const HAS_PARENT: u32 = 1 << 1;
-/// Most bytes of a disk: 64 TiB.
+/// The largest disk of a VHDX image, in bytes.
+/// Beyond it: the image is refused.
 const MAX_DISK_BYTES: u64 = 64 << 40;
 
 const PARAMETERS: Guid = Guid::new(0xcaa1_6737, 0xfa36, 0x4d43, 0xb3b6_33f0_aa44_e76b);

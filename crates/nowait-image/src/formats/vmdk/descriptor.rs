@@ -7,11 +7,14 @@ use crate::error::plain;
 
 /// The first bytes of a descriptor in a file of its own.
 pub(super) const FIRST_LINE: &[u8] = b"# Disk DescriptorFile";
-/// Most bytes of a descriptor: a line for each extent, and some more.
+/// The longest descriptor of a VMDK image, in bytes: a line for each extent, and some more.
+/// Beyond it: the image is refused.
 pub(super) const MAX_BYTES: u64 = 64 << 10;
-/// Most extents, each of which is a file of at most 2 GiB as a rule.
+/// The most extents of a VMDK image, each of which is a file of at most 2 GiB as a rule.
+/// Beyond it: the image is refused.
 pub(super) const MAX_EXTENTS: usize = 200;
-/// Most sectors of a disk: 8 EiB less a half.
+/// The most sectors of a VMDK image: 8 EiB less a half.
+/// Beyond it: the image is refused.
 pub(super) const MAX_SECTORS: u64 = 1 << 53;
 pub(super) const SECTOR_BYTES: u64 = 512;
 /// The content identifier of no parent.

@@ -23,14 +23,17 @@ use options::{OptionError, conclude};
 /// The longest data of an option that is parsed, in bytes. Names and queries are at most
 /// [`MAX_STRING_BYTES`] each, so that every sensible option is far below; longer data are skipped
 /// as they arrive.
+/// Beyond it: the data is skipped and the option refused.
 const MAX_OPTION_BYTES: u32 = 64 << 10;
 
 /// The longest data of an option that is skipped, in bytes. A client that sends more only keeps the
 /// server busy: the connection ends.
+/// Beyond it: the connection is closed.
 const MAX_SKIPPED_BYTES: u32 = 32 << 20;
 
 /// The most options of one connection. A client needs about ten, or a few for each export it
 /// queries; a client that never ends its handshake occupies a connection.
+/// Beyond it: the connection is closed.
 const MAX_OPTIONS: u32 = 1024;
 
 const CLIENT_FLAGS_BYTES: u32 = 4;

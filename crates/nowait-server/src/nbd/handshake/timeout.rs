@@ -5,7 +5,8 @@
 
 use std::time::{Duration, Instant};
 
-/// From the connection to the end of the handshake, TLS included.
+/// How long the handshake may take from the connection to its end, TLS included.
+/// Beyond it: the connection is closed.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The handshakes in progress on a thread.

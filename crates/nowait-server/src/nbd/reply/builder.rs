@@ -20,6 +20,7 @@ use crate::nbd::wire::{ReplyMode, RequestHeader};
 /// about as much as the copy of some KiB.
 const SPLIT_FROM_BYTES: u64 = 64 << 10;
 /// The most extents of one block status chunk, and of those of all dirty bitmaps together.
+/// Beyond it: the reply ends there, and the client asks for the rest.
 pub(crate) const MAX_EXTENTS: usize = 4096;
 
 /// The part of a request that is kept until it is answered.

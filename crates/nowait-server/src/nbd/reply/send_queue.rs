@@ -12,6 +12,7 @@ use rustix::io::Errno;
 use crate::nbd::wire::EncodedHeader;
 
 /// The most iovecs of one send.
+/// Beyond it: the rest is sent by the next call.
 pub(crate) const MAX_IOVECS: usize = 256;
 /// The most iovecs of a send for a few replies, which is cheaper to prepare.
 const SMALL_IOVECS: usize = 36;

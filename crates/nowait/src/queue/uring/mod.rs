@@ -35,6 +35,8 @@ use sleep::Sleep;
 const ENTRIES: [(u32, u32); 2] = [(256, 4096), (64, 256)];
 /// The greatest numbers of kernel threads for this ring's bounded and unbounded work.
 const IOWQ_WORKERS: [u32; 2] = [8, 4];
+/// The greatest number of registered buffers of a ring.
+/// Beyond it: buffers are not registered.
 const MAX_BUFFERS: u32 = 256;
 /// Numbers of buffers beyond those, for drivers: enough for eight queues of 128 requests.
 const RESERVED_BUFFERS: u32 = 1024;

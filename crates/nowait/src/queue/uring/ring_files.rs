@@ -10,8 +10,9 @@ use io_uring::{IoUring, squeue, types};
 use crate::queue::queue_files::NumberedFiles;
 use crate::types::error::{Error, Operation};
 
-/// The greatest length of the table, whose entries take 8 bytes each in the kernel. The limit on
-/// descriptors may make it less.
+/// The most registered files of a ring, whose entries take 8 bytes each in the kernel. The limit on descriptors may make
+/// /// it less.
+/// Beyond it: files are not registered.
 const MAX_REGISTERED: u32 = 4096;
 
 /// A file of the ring.

@@ -17,6 +17,7 @@ use crate::threads::work_item::WorkItem;
 /// The period of the watcher. Jobs that others wait for are stuck after once to twice this time.
 pub(super) const STUCK: Duration = Duration::from_millis(500);
 /// The greatest number of stuck threads that are not counted.
+/// Beyond it: no thread is started in place of a stuck one.
 pub(super) const MAX_STUCK: usize = 512;
 /// The places for stuck threads are left in such parts.
 const PARTS: usize = 16;
