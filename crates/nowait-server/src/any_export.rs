@@ -11,7 +11,7 @@ use nowait_image::Image;
 
 use crate::dirty_bitmaps::DirtyBitmaps;
 use crate::dirty_bitmaps::bitmap_spec::{BitmapError, BitmapSpec, RestoreError};
-use crate::export::Export;
+use crate::export::{Export, ExportId};
 use crate::frontends::NewDevice;
 use crate::net::listener::Listener;
 use crate::server_options::ExportOptions;
@@ -24,6 +24,8 @@ pub struct AnyExport {
     /// The devices that it is for other clients than NBD's.
     pub(crate) devices: Vec<NewDevice>,
     pub(crate) bitmaps: DirtyBitmaps,
+    /// The export whose backup it is.
+    pub(crate) backup_of: Option<ExportId>,
 }
 
 impl AnyExport {
@@ -31,7 +33,7 @@ impl AnyExport {
     #[must_use]
     pub fn new(export: Export) -> Self {
         let (export, bitmaps) = (Arc::new(export), DirtyBitmaps::default());
-        Self { export, devices: Vec::new(), bitmaps }
+        Self { export, devices: Vec::new(), bitmaps, backup_of: None }
     }
 
     /// The export of an open image, which has to stay open until the server has stopped.

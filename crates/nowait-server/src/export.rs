@@ -40,7 +40,7 @@ pub struct Export {
     disk: Arc<BlockDevice<dyn BlockMap>>,
     name: String,
     description: String,
-    faults: Faults,
+    faults: Arc<Faults>,
     /// The smallest request, if not every one is taken.
     block_size: Option<BlockSize>,
     /// Changes are refused although the image could be written to.
@@ -51,7 +51,7 @@ impl Export {
     /// An export of `disk`. Clients choose it by `name`; `description` is for people.
     #[must_use]
     pub fn new(disk: Arc<BlockDevice<dyn BlockMap>>, name: String, description: String) -> Self {
-        let (faults, write_protected) = (Faults::default(), AtomicBool::new(false));
+        let (faults, write_protected) = (Arc::default(), AtomicBool::new(false));
         Self { disk, name, description, faults, block_size: None, write_protected }
     }
 
@@ -65,7 +65,13 @@ impl Export {
     /// fails, too. It is called on a serving thread and must not block.
     #[must_use]
     pub fn when_a_flush_fails(self, callback: impl Fn() + Send + Sync + 'static) -> Self {
-        Self { faults: Faults::with_callback(Box::new(callback)), ..self }
+        Self { faults: Arc::new(Faults::with_callback(Box::new(callback))), ..self }
+    }
+
+    /// The same export of `disk`, which has the same bytes. Changes of it are allowed.
+    pub(crate) fn on_disk(&self, disk: Arc<BlockDevice<dyn BlockMap>>) -> Self {
+        let export = Self::new(disk, self.name.clone(), self.description.clone());
+        Self { faults: self.faults.clone(), block_size: self.block_size, ..export }
     }
 
     /// Logs that `io` has failed with `errno`.

@@ -23,6 +23,16 @@ pub enum ExportError {
         /// The number of the device.
         id: u32,
     },
+    /// The export has a backup, which has to be committed or aborted first.
+    HasBackup {
+        /// The name of the export that the backup is.
+        backup: String,
+    },
+    /// The export is a backup, which ends by being committed or aborted.
+    IsBackup {
+        /// The name of the export that it is a backup of.
+        of: String,
+    },
     /// Clients use an export that was to be removed only without.
     HasClients {
         /// Connections that have chosen it, or the queues of virtual machines; at least 1.
@@ -61,6 +71,12 @@ impl fmt::Display for ExportError {
             Self::NameTaken => "there is an export of that name",
             Self::IsDefault => "the default export cannot be removed",
             Self::HasNode { node, .. } => return write!(f, "it is {node}"),
+            Self::HasBackup { backup } => {
+                return write!(f, "it has a backup, {backup:?}: commit or abort that first");
+            }
+            Self::IsBackup { of } => {
+                return write!(f, "it is the backup of {of:?}: commit or abort that");
+            }
             Self::HasClients { count: 1 } => "1 client uses it",
             Self::HasClients { count } => return write!(f, "{count} clients use it"),
             Self::ClientsLeft => "clients are left; it ends with the last one",

@@ -94,9 +94,16 @@ impl Registry {
     /// An export that can be removed.
     ///
     /// # Errors
-    /// [`ExportError::NotFound`], [`ExportError::IsDefault`], [`ExportError::HasNode`].
+    /// [`ExportError::NotFound`], [`ExportError::IsDefault`], [`ExportError::HasNode`], [`ExportError::HasBackup`],
+    /// [`ExportError::IsBackup`].
     fn removable(&self, id: ExportId) -> Result<Arc<RegisteredExport>, ExportError> {
         let export = self.get(id).ok_or(ExportError::NotFound)?;
+        if let Some(of) = export.backup_of().and_then(|of| self.get(of)) {
+            return Err(ExportError::IsBackup { of: of.export().name().to_owned() });
+        }
+        if let Some(backup) = export.backup() {
+            return Err(ExportError::HasBackup { backup: backup.name.clone() });
+        }
         if id == Self::DEFAULT {
             return Err(ExportError::IsDefault);
         }
@@ -130,6 +137,11 @@ impl Registry {
         export.stop_devices();
         export.remove();
         Ok(export)
+    }
+
+    /// Lets no further client choose the export of a backup that has ended. The threads have to look at their exports.
+    pub(crate) fn remove_backup(&self, id: ExportId) {
+        self.get(id).iter().for_each(|export| export.remove());
     }
 
     /// Waits at most `timeout` until a removed export is not used any more and all writes are durable.

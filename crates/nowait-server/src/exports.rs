@@ -3,6 +3,7 @@
 //! Invariant: nothing here waits for a serving thread for long, but [`Exports::remove`] with its
 //! timeout.
 
+mod export_backups;
 mod export_bitmaps;
 
 use std::ops::RangeInclusive;
@@ -236,15 +237,24 @@ impl Exports {
     pub fn remove_by_force(&self, id: ExportId, timeout: Duration) -> Result<(), ExportError> {
         let deadline = Instant::now() + timeout;
         let export = self.0.registry.remove(id)?;
+        self.disconnect_clients(&export, deadline)
+    }
+
+    /// Closes the connections of a removed export. Waits until `deadline` at most until it is not used any more.
+    fn disconnect_clients(
+        &self,
+        export: &RegisteredExport,
+        deadline: Instant,
+    ) -> Result<(), ExportError> {
         loop {
             // First no more clients, then those that there are. One that has just chosen the export
             // may be listed a moment later.
             let left = deadline.saturating_duration_since(Instant::now());
-            let removed = self.wait_removed(&export, left.min(DISCONNECT_AGAIN));
+            let removed = self.wait_removed(export, left.min(DISCONNECT_AGAIN));
             if removed.is_ok() || left == Duration::ZERO {
                 return removed;
             }
-            for client in self.connections_of(id) {
+            for client in self.connections_of(export.id) {
                 // It may have left meanwhile.
                 let _ = self.disconnect(client.id);
             }
@@ -271,11 +281,12 @@ impl Exports {
     /// durable.
     ///
     /// # Errors
-    /// [`ExportError::NotFound`], [`ExportError::ReadOnly`]. [`ExportError::FixedSize`]: it would become
+    /// [`ExportError::NotFound`], [`ExportError::ReadOnly`], [`ExportError::HasBackup`]. [`ExportError::FixedSize`]: it would become
     /// smaller, or it is a block device of another size. [`ExportError::Storage`]: the other errnos of
     /// [`nowait::BlockDevice::grow`].
     pub fn grow(&self, id: ExportId, size: u64) -> Result<(), ExportError> {
         let export = self.0.registered(id)?;
+        without_backup(&export)?;
         export.export().disk().grow(size).map_err(|error| match error.errno() {
             libc::EINVAL => ExportError::FixedSize,
             libc::EROFS => ExportError::ReadOnly,
@@ -373,8 +384,9 @@ impl Exports {
     ///
     /// # Errors
     /// [`ExportError::DoesNotEnd`], [`ExportError::AlreadyPaused`], [`ExportError::Stopping`],
-    /// [`ExportError::CannotKeepBack`]. In each case it goes on.
+    /// [`ExportError::CannotKeepBack`], [`ExportError::HasBackup`]. In each case it goes on.
     pub fn pause(&self, timeout: Duration) -> Result<PausedServer, ExportError> {
+        self.0.registry.all().iter().try_for_each(|export| without_backup(export))?;
         self.0.pause(timeout)
     }
 
@@ -387,6 +399,7 @@ impl Exports {
         id: ExportId,
         timeout: Duration,
     ) -> Result<PausedExport, ExportError> {
+        without_backup(&*self.0.registered(id)?)?;
         self.0.pause_export(id, timeout)
     }
 
@@ -420,5 +433,13 @@ impl Exports {
                 }
             }
         }
+    }
+}
+
+/// Refuses what a backup of `export` forbids.
+fn without_backup(export: &RegisteredExport) -> Result<(), ExportError> {
+    match export.backup() {
+        Some(backup) => Err(ExportError::HasBackup { backup: backup.name.clone() }),
+        None => Ok(()),
     }
 }

@@ -37,12 +37,14 @@ pub enum ServerBug {
     ReuseIndex,
     /// A paused export counts as drained although a request is in flight.
     DrainWithRequest,
+    /// A write goes on although a block of it is being copied for a backup.
+    WriteBeforeCopy,
 }
 
 #[cfg(feature = "sim")]
 impl ServerBug {
     /// All of them.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::ReplyFromOldBuffer,
         Self::ReplyTwice,
         Self::LoseAtDisconnect,
@@ -57,6 +59,7 @@ impl ServerBug {
         Self::SkipAtStop,
         Self::ReuseIndex,
         Self::DrainWithRequest,
+        Self::WriteBeforeCopy,
     ];
 }
 

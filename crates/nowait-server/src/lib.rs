@@ -39,6 +39,7 @@ mod vhost_user;
 mod server_options;
 mod frontends;
 mod any_export;
+mod backup;
 mod registered_export;
 mod export_registry;
 mod threads;
@@ -48,6 +49,8 @@ mod exports;
 mod server;
 
 pub use any_export::AnyExport;
+pub use backup::backup_spec::{BackupEnd, BackupError, BackupRefusal, BackupSpec, BackupStatus};
+pub use backup::scratch::scratch_file;
 pub use block_size::BlockSize;
 pub use dirty_bitmaps::bitmap_spec::{BitmapError, BitmapSpec, BitmapStatus, RestoreError};
 pub use export::{Export, ExportId};

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex};
 use nowait::Error;
 
 use crate::any_export::AnyExport;
+use crate::backup::running_backup::RunningBackup;
 use crate::export::ExportId;
 use crate::frontends::NewDevice;
 use crate::frontends::export_device::ExportDevice;
@@ -25,6 +26,9 @@ pub(crate) struct RegisteredExport {
     devices: Mutex<Vec<Arc<dyn ExportDevice>>>,
     /// Connections and listeners that wait for the end of a pause.
     waiting: Mutex<Option<Waiting>>,
+    /// The backup of it that has not ended.
+    backup: Mutex<Option<Arc<RunningBackup>>>,
+    backup_of: Option<ExportId>,
 }
 
 /// Connections and listeners that wait for the end of a pause.
@@ -41,15 +45,31 @@ impl RegisteredExport {
     /// # Errors
     /// `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for a device.
     pub(crate) fn new(id: ExportId, export: AnyExport) -> Result<Self, Error> {
-        let AnyExport { export, devices, bitmaps } = export;
+        let AnyExport { export, devices, bitmaps, backup_of } = export;
         let devices = devices.into_iter().map(NewDevice::of_export).collect::<Result<_, _>>()?;
         let shared = Arc::new(SharedExport::new(id, export, bitmaps));
-        Ok(Self { shared, devices: Mutex::new(devices), waiting: Mutex::default() })
+        let (waiting, backup) = Default::default();
+        Ok(Self { shared, devices: Mutex::new(devices), waiting, backup, backup_of })
     }
 
     /// The part that its threads share.
     pub(crate) fn shared(&self) -> &Arc<SharedExport> {
         &self.shared
+    }
+
+    /// The backup of it that has not ended.
+    pub(crate) fn backup(&self) -> Option<Arc<RunningBackup>> {
+        lock(&self.backup).clone()
+    }
+
+    /// A backup of it has begun, or the one that it had has ended.
+    pub(crate) fn set_backup(&self, backup: Option<Arc<RunningBackup>>) {
+        *lock(&self.backup) = backup;
+    }
+
+    /// The export whose backup it is.
+    pub(crate) fn backup_of(&self) -> Option<ExportId> {
+        self.backup_of
     }
 
     /// The devices that it is.

@@ -115,6 +115,8 @@ pub(crate) struct Shared {
     pub(crate) budget: Budget,
     /// The threads that may block, for all exports.
     pub(crate) workers: WorkerPool,
+    /// Held while backups begin or end.
+    pub(crate) backups: Mutex<()>,
     /// Ways to the serving threads, of which the first one accepts.
     pub(crate) channels: Vec<ThreadChannels>,
     /// Serving threads that have not exited.
@@ -155,6 +157,7 @@ impl Shared {
             budget: Budget::new(options.config.buffer_bytes),
             workers: WorkerPool::new(options.workers),
             options,
+            backups: Mutex::default(),
             running: AtomicUsize::new(0),
             stopping: AtomicBool::new(false),
             end: Mutex::new(End::Open),

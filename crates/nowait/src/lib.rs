@@ -99,6 +99,7 @@ pub use api::local_file::local_driver::LocalDriver;
 pub use block::allocation_cache::AllocationCache;
 pub use block::block_map::{BlockMap, Extent, Intent, LinearMap, WouldBlock};
 pub use block::device::BlockDevice;
+pub use block::guarded_map::{GuardedMap, ReadDevice, WriteGuard};
 pub use block::image_format::ImageFormat;
 #[cfg(feature = "sim")]
 pub use blocking::worker_pool::SimJob;
@@ -146,6 +147,7 @@ pub mod internal {
     pub use crate::block::flush_coalescer::FlushCoalescer;
     pub use crate::engine::pool::SlotPoolStats;
     pub use crate::memory::buffer_pool::BUFFER_ALIGN;
+    pub use crate::sim_hooks::yield_point::{is_simulated, yield_now};
     pub use crate::storage::StorageSpace;
     pub use crate::storage::device_claim::retry_while_claimed;
     pub use crate::threads::adaptive_poll::AdaptivePoll;

@@ -85,6 +85,8 @@ pub enum BitmapError {
     TooLarge(u64),
     /// There is not enough memory.
     NoMemory,
+    /// A backup of the export has frozen what was noted in it before.
+    InBackup,
 }
 
 impl fmt::Display for BitmapError {
@@ -110,6 +112,7 @@ impl fmt::Display for BitmapError {
                  granularity needs less)",
                 MAX_BIT_BYTES >> 20
             ),
+            Self::InBackup => f.write_str("a backup uses it: commit or abort that first"),
             Self::NoMemory => f.write_str("there is not enough memory for the bits"),
         }
     }

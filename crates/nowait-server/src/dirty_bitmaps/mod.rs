@@ -279,6 +279,55 @@ impl DirtyBitmaps {
         lock(&self.list).all.iter().find(|bitmap| bitmap.id == id).cloned()
     }
 
+    /// The bitmaps of a backup: none but the one that was frozen for it.
+    pub(crate) fn of_frozen(frozen: Option<Arc<DirtyBitmap>>) -> Self {
+        let list = List { all: frozen.into_iter().collect(), next: 0 };
+        Self { state: AtomicU64::new(0), list: Mutex::new(list) }
+    }
+
+    /// Bitmap `name`, and a clean one that can take its place.
+    ///
+    /// # Errors
+    /// [`BitmapError::NoBitmap`]; there is no memory for the bits of both.
+    pub(crate) fn prepare_successor(
+        &self,
+        name: &str,
+        size: u64,
+    ) -> Result<(Arc<DirtyBitmap>, DirtyBitmap), BitmapError> {
+        let frozen = self.named(name)?;
+        let (id, enabled) = (frozen.id, frozen.spec().enabled);
+        let successor = DirtyBitmap::new(id, name, frozen.granularity(), enabled);
+        let missing = successor.missing(size);
+        lock(&self.list).check_bytes(bytes_for(missing))?;
+        match missing {
+            0 => {}
+            missing => successor.grow(missing).map_err(|()| BitmapError::NoMemory)?,
+        }
+        Ok((frozen, successor))
+    }
+
+    /// Whether `bitmap` is one of them.
+    pub(crate) fn has(&self, bitmap: &Arc<DirtyBitmap>) -> bool {
+        lock(&self.list).all.iter().any(|it| Arc::ptr_eq(it, bitmap))
+    }
+
+    /// Changes are marked in `successor` instead of `frozen` from now on, for the same clients. No request is in flight.
+    pub(crate) fn succeed(&self, frozen: &Arc<DirtyBitmap>, successor: DirtyBitmap) {
+        let mut list = lock(&self.list);
+        let place = list.all.iter_mut().find(|bitmap| Arc::ptr_eq(bitmap, frozen));
+        if let Some(place) = place {
+            *place = Arc::new(successor);
+        }
+        frozen.is_enabled.store(false, Ordering::Relaxed);
+        self.publish(&list);
+    }
+
+    /// Marks what is dirty in `frozen` in the bitmap that has taken its place.
+    pub(crate) fn merge_back(&self, frozen: &DirtyBitmap, size: u64) {
+        let bitmap = self.get(frozen.id);
+        bitmap.iter().for_each(|bitmap| bitmap.merge(frozen, size));
+    }
+
     fn named(&self, name: &str) -> Result<Arc<DirtyBitmap>, BitmapError> {
         lock(&self.list).find(name).cloned()
     }

@@ -65,9 +65,9 @@ impl Exports {
     /// Removes a bitmap. A client that has selected it gets errors in its place.
     ///
     /// # Errors
-    /// [`BitmapError::NoExport`], [`BitmapError::NoBitmap`].
+    /// [`BitmapError::NoExport`], [`BitmapError::NoBitmap`], [`BitmapError::InBackup`].
     pub fn remove_bitmap(&self, id: ExportId, name: &str) -> Result<(), BitmapError> {
-        self.of_bitmaps(id)?.bitmaps.remove(name)?;
+        self.without_backup(id, name)?.bitmaps.remove(name)?;
         self.0.review_exports();
         Ok(())
     }
@@ -77,7 +77,7 @@ impl Exports {
     /// # Errors
     /// As [`Exports::remove_bitmap`].
     pub fn clear_bitmap(&self, id: ExportId, name: &str) -> Result<(), BitmapError> {
-        self.of_bitmaps(id)?.bitmaps.clear(name)
+        self.without_backup(id, name)?.bitmaps.clear(name)
     }
 
     /// Has changes that end from now on marked in a bitmap, or no more.
@@ -114,6 +114,19 @@ impl Exports {
     /// [`BitmapError::NoExport`], [`BitmapError::TooLarge`], [`BitmapError::NoMemory`].
     pub fn cover_with_bitmaps(&self, id: ExportId, size: u64) -> Result<(), BitmapError> {
         self.of_bitmaps(id)?.bitmaps.cover(size)
+    }
+
+    /// The export, unless a backup of it uses bitmap `name`.
+    fn without_backup(
+        &self,
+        id: ExportId,
+        name: &str,
+    ) -> Result<Arc<RegisteredExport>, BitmapError> {
+        let registered = self.of_bitmaps(id)?;
+        match registered.backup().is_some_and(|backup| backup.has_frozen(name)) {
+            true => Err(BitmapError::InBackup),
+            false => Ok(registered),
+        }
     }
 
     fn of_bitmaps(&self, id: ExportId) -> Result<Arc<RegisteredExport>, BitmapError> {

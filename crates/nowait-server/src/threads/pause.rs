@@ -69,7 +69,8 @@ impl Shared {
         self.pause_exports(vec![self.registered(id)?], deadline).map(PausedExport)
     }
 
-    fn pause_exports(
+    /// As [`crate::Exports::pause_export`], of several.
+    pub(crate) fn pause_exports(
         self: &Arc<Self>,
         exports: Vec<Arc<RegisteredExport>>,
         deadline: Instant,

@@ -163,11 +163,25 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
         self.run_no_data(Request { op: Op::Zero, flags, range })
     }
 
+    /// Puts what is known of `range` in place of `extents`: which parts of it are holes, in order, from its begin on.
+    /// These are at most 4096; the caller asks again for the rest.
+    ///
+    /// # Errors
+    /// `EINVAL` for a range beyond `i64::MAX`, `ENOSPC` for one behind the end of a disk; the errno of a read of an
+    /// image's tables.
+    pub fn status(&self, range: ByteRange, extents: &mut Vec<ExtentStatus>) -> Result<(), Error> {
+        self.run_on_range(Request { op: Op::Status, flags: Flags::NONE, range }, extents)
+    }
+
     fn run_no_data(&self, io: Request) -> Result<(), Error> {
+        self.run_on_range(io, &mut Vec::new())
+    }
+
+    fn run_on_range(&self, io: Request, extents: &mut Vec<ExtentStatus>) -> Result<(), Error> {
         // SAFETY: there is no memory.
         let io = unsafe { sync_io::check(&self.disk, io, &[]) }?;
         // SAFETY: as above.
-        unsafe { sync_io::run(&self.disk, io, &[], &mut Vec::<ExtentStatus>::new()) }.map(|_| ())
+        unsafe { sync_io::run(&self.disk, io, &[], extents) }.map(|_| ())
     }
 
     fn run(&self, op: Op, flags: Flags, pos: u64, segments: &[IoSegment]) -> Result<usize, Error> {

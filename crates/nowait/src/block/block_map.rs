@@ -4,6 +4,7 @@
 //! cuts it, because a map may derive it from an image's untrusted bytes.
 
 use crate::block::ahead_map::AheadMap;
+use crate::block::guarded_map::WriteGuard;
 use crate::block::image_format::ImageFormat;
 use crate::types::byte_range::ByteRange;
 use crate::types::request::ExtentStatus;
@@ -113,6 +114,15 @@ pub trait BlockMap: Send + Sync + 'static {
     /// for a range that is being allocated.
     #[inline]
     fn image(&self) -> Option<&dyn ImageFormat> {
+        None
+    }
+
+    /// The receiver of changes that are about to be made, if the device has one ([`BlockDevice::guarded`]). With a guard
+    /// no extent is returned for a write to a range that is not open.
+    ///
+    /// [`BlockDevice::guarded`]: crate::BlockDevice::guarded
+    #[inline]
+    fn guard(&self) -> Option<&dyn WriteGuard> {
         None
     }
 

@@ -43,7 +43,8 @@ pub struct BlockDevice<M: BlockMap + ?Sized> {
     pub(super) appends: bool,
     read_only: bool,
     nowait: bool,
-    pub(super) flushes: FlushCoalescer,
+    /// Shared with the device that this one was made from, or that is made from it.
+    pub(super) flushes: Arc<FlushCoalescer>,
     ahead: AllocateAhead,
     /// Its share of a pool of workers, one of [`WEIGHTS`].
     weight: AtomicU32,
@@ -122,7 +123,7 @@ impl<M: BlockMap> BlockDevice<M> {
             properties.nowait &= storage.nowait;
         }
         let StorageProperties { align, nowait, .. } = properties;
-        let (ranges, flushes) = (RangeLocks::new(), FlushCoalescer::default());
+        let (ranges, flushes) = (RangeLocks::new(), Arc::default());
         let limit = AtomicU64::new(size);
         Self {
             primary,
@@ -153,6 +154,15 @@ impl<M: BlockMap> BlockDevice<M> {
 }
 
 impl<M: BlockMap + ?Sized> BlockDevice<M> {
+    /// The same storages, size, rights and flushes, found by `map`.
+    pub(super) fn with_map<N: BlockMap>(&self, map: N) -> BlockDevice<N> {
+        let (primary, backing) = (self.primary.clone(), self.backing.clone());
+        let mut device = BlockDevice::mapped(primary, backing, self.limit(), self.read_only, map);
+        device.set_weight(self.weight());
+        (device.flushes, device.forbidden) = (self.flushes.clone(), self.forbidden);
+        device
+    }
+
     pub(crate) fn forbidden_prefix(&self) -> &'static [u8] {
         self.forbidden
     }

@@ -9,4 +9,5 @@ pub(crate) mod block_map;
 pub(crate) mod allocation_cache;
 pub(crate) mod allocate_ahead;
 pub(crate) mod device;
+pub(crate) mod guarded_map;
 mod file_requests;

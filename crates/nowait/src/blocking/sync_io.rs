@@ -109,6 +109,11 @@ pub(crate) unsafe fn run<M: BlockMap + ?Sized>(
 ) -> Result<u64, Error> {
     let Request { op, flags, range } = io;
     let partial = !flags.contains(Flags::ALL_OR_ERROR);
+    if op.changes()
+        && let Some(guard) = disk.map.guard()
+    {
+        guard.before_change(range, &|pos, memory| read_all(disk, pos, memory));
+    }
     let done = match op {
         Op::Read => {
             let range = disk.cut(range);
@@ -219,6 +224,24 @@ fn read<M: BlockMap + ?Sized>(
         pos += extent.len;
     }
     Ok(())
+}
+
+/// Fills all of `memory` from byte `pos` on.
+///
+/// # Errors
+/// As [`read`]; `EIO` where storage ends before the device.
+fn read_all<M: BlockMap + ?Sized>(
+    disk: &BlockDevice<M>,
+    pos: u64,
+    memory: &mut [u8],
+) -> Result<(), Error> {
+    let range = ByteRange::new(pos, memory.len() as u64);
+    let mut left = ReadCursor::from(memory);
+    read(disk, pos, &mut left)?;
+    match left.is_empty() {
+        true => Ok(()),
+        false => Err(Error::new(libc::EIO, Operation::Read).at(range)),
+    }
 }
 
 /// As [`write`], with the range locked: shared if the request is `aligned`, so that it needs no

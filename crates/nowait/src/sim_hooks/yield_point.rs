@@ -55,11 +55,12 @@ pub(crate) const fn notify() -> bool {
 /// Always false.
 #[cfg(not(feature = "sim"))]
 #[inline(always)]
-pub(crate) const fn is_simulated() -> bool {
+#[must_use]
+pub const fn is_simulated() -> bool {
     false
 }
 
 /// Does nothing.
 #[cfg(not(feature = "sim"))]
 #[inline(always)]
-pub(crate) const fn yield_now() {}
+pub const fn yield_now() {}

@@ -1,0 +1,104 @@
+//! Backups of the exports of a server, from any thread.
+//!
+//! Invariant: an export is paused for as long as its requests in flight take to end; nothing is copied meanwhile.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::backup::backup_spec::{BackupEnd, BackupError, BackupRefusal, BackupSpec, BackupStatus};
+use crate::backup::transaction::{self, PreparedBackup};
+use crate::export::ExportId;
+use crate::export_error::ExportError;
+use crate::exports::Exports;
+use crate::locking::lock;
+use crate::registered_export::RegisteredExport;
+
+impl Exports {
+    /// Begins backups: for each of `specs` an export of the disk as it is at one instant, at which none of the disks
+    /// changes. Waits at most `timeout` until their requests in flight have ended. Returns the ids of the new exports, in
+    /// the order of `specs`.
+    ///
+    /// # Errors
+    /// Why one of them cannot begin: then none has.
+    pub fn begin_backups(
+        &self,
+        specs: Vec<BackupSpec>,
+        timeout: Duration,
+    ) -> Result<Vec<ExportId>, BackupError> {
+        let deadline = Instant::now() + timeout;
+        let _alone = lock(&self.0.backups);
+        let mut prepared: Vec<PreparedBackup> = Vec::new();
+        for spec in specs {
+            let export = spec.export;
+            let refused = |why| BackupError { export, why };
+            let of = self.0.registry.served_export(export);
+            let of = of.ok_or(refused(BackupRefusal::Export(ExportError::NotFound)))?;
+            if prepared.iter().any(|other| other.of.id == export) {
+                return Err(refused(BackupRefusal::HasBackup));
+            }
+            let one = PreparedBackup::new(of, spec, BackupSpec::BLOCK_BYTES).map_err(refused)?;
+            prepared.push(one);
+        }
+        let Some(first) = prepared.first().map(|one| one.of.id) else { return Ok(Vec::new()) };
+        let exports = prepared.iter().map(|one| one.of.clone()).collect();
+        let paused = self.0.pause_exports(exports, deadline);
+        let refused = |error| BackupError { export: first, why: BackupRefusal::Export(error) };
+        let paused = paused.map_err(refused)?;
+        let begun = transaction::begin(&self.0.registry, prepared);
+        drop(paused);
+        begun
+    }
+
+    /// Ends the backups of `exports`, and disconnects their clients; these decide nothing by leaving. Waits at most
+    /// `timeout` for requests in flight.
+    ///
+    /// # Errors
+    /// Why one of them cannot end so: then none has.
+    pub fn end_backups(
+        &self,
+        exports: &[ExportId],
+        end: BackupEnd,
+        timeout: Duration,
+    ) -> Result<(), BackupError> {
+        let deadline = Instant::now() + timeout;
+        let _alone = lock(&self.0.backups);
+        let registered = |id: &ExportId| {
+            let none = BackupRefusal::Export(ExportError::NotFound);
+            self.0.registry.get(*id).ok_or(BackupError { export: *id, why: none })
+        };
+        let mut all = exports.iter().map(registered).collect::<Result<Vec<_>, _>>()?;
+        all.sort_by_key(|export| export.id);
+        all.dedup_by_key(|export| export.id);
+        let running = transaction::check_end(&all, end)?;
+        for (of, running) in all.iter().zip(&running) {
+            transaction::end(of, running, end);
+            self.0.registry.remove_backup(running.id);
+        }
+        self.0.review_exports();
+        for (of, running) in all.iter().zip(&running) {
+            if let Some(backup) = self.0.registry.get(running.id) {
+                // A client that has not left by then is served errors.
+                let _ = self.disconnect_clients(&backup, deadline);
+            }
+            match self.0.pause_exports(vec![of.clone()], deadline) {
+                Ok(paused) => {
+                    transaction::restore(of, running);
+                    drop(paused);
+                }
+                // The disk is served through a guard that lets all pass.
+                Err(error) => {
+                    let name = of.export().name().to_owned();
+                    tracing::warn!("export {name:?} is slower until it is paused again: {error}");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The backups that have not ended, in the order of their exports.
+    #[must_use]
+    pub fn backups(&self) -> Vec<BackupStatus> {
+        let status = |of: &Arc<RegisteredExport>| Some(of.backup()?.status(of));
+        self.0.registry.served().iter().filter_map(status).collect()
+    }
+}

@@ -1,0 +1,9 @@
+//! Backups of disks that go on being written, by clients of a server in this process.
+//!
+//! Invariant: what a backup reads is compared with a copy of the disk that was taken at its instant, while nothing was in
+//! flight.
+
+mod scene;
+mod bitmaps;
+mod instants;
+mod scratch;
