@@ -4,12 +4,13 @@
 
 use std::fmt;
 
-use nowait_server::ExportError;
+use nowait_server::{BackupEnd, ExportError};
 
 use crate::api::{
     AddExport, ConnectionInfo, PatchExport, SnapshotReport, SnapshotRequest, UpgradeReport,
     UpgradeRequest,
 };
+use crate::backup_api::{BackupInfo, StartBackup};
 use crate::bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
 use crate::counted_api::{ExportInfo, ServerInfo};
 
@@ -111,6 +112,22 @@ pub trait ControlledServer: Send + Sync + 'static {
         merge: MergeBitmaps,
     ) -> Result<BitmapInfo, ControlError>;
 
+    /// Begins backups of exports `ids`, whose disks have one instant.
+    ///
+    /// # Errors
+    /// Why one of them cannot begin: then none has.
+    fn start_backup(
+        &self,
+        ids: &[u64],
+        backup: StartBackup,
+    ) -> Result<Vec<BackupInfo>, ControlError>;
+
+    /// Ends the backups of exports `ids`.
+    ///
+    /// # Errors
+    /// Why one of them cannot end: then none has.
+    fn end_backup(&self, ids: &[u64], end: BackupEnd) -> Result<(), ControlError>;
+
     /// Closes a connection.
     ///
     /// # Errors
@@ -178,6 +195,8 @@ impl From<ExportError> for ControlError {
             | ExportError::DoesNotEnd
             | ExportError::AlreadyPaused
             | ExportError::CannotKeepBack
+            | ExportError::HasBackup { .. }
+            | ExportError::IsBackup { .. }
             | ExportError::Stopping => Self::Conflict(why),
             ExportError::System(_) | ExportError::Storage(_) => Self::Failed(why),
         }
@@ -198,7 +217,7 @@ mod tests {
             (ControlError::Invalid as Status, ControlError::NotFound as Status);
         let (conflict, failed) = (ControlError::Conflict as Status, ControlError::Failed as Status);
         let full = "write failed: No space left on device (os error 28)";
-        let all: [(ExportError, Status, &str); 18] = [
+        let all: [(ExportError, Status, &str); 20] = [
             (ExportError::NotFound, missing, "there is no such export"),
             (ExportError::NameTaken, conflict, "there is an export of that name"),
             (ExportError::IsDefault, conflict, "the default export cannot be removed"),
@@ -231,6 +250,16 @@ mod tests {
                 "the ublk driver of this kernel cannot keep requests back (Linux 6.16 can)",
             ),
             (ExportError::Stopping, conflict, "the server is stopping"),
+            (
+                ExportError::HasBackup { backup: "a.backup".into() },
+                conflict,
+                "it has a backup, \"a.backup\": commit or abort that first",
+            ),
+            (
+                ExportError::IsBackup { of: "a".into() },
+                conflict,
+                "it is the backup of \"a\": commit or abort that",
+            ),
             (ExportError::System(nospace), failed, full),
             (ExportError::Storage(nospace), failed, full),
         ];

@@ -10,6 +10,7 @@ use nowait_server::{ExportStatus, FrontendKind, FrontendTotals, OpTotals};
 use serde::{Deserialize, Serialize};
 
 use crate::api::{BucketInfo, ErrnoInfo, LatencyInfo, LimitsInfo};
+use crate::backup_api::BackupInfo;
 use crate::described::described;
 
 described! {
@@ -114,6 +115,9 @@ described! {
         /// Its share of a thread beside other exports that always have much to move, 1 to 10000; 100 unless it was changed.
         #[serde(default)]
         pub weight: u32,
+        /// The backup of it that has not ended.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub backup: Option<BackupInfo>,
     }
 }
 

@@ -63,6 +63,7 @@ pub(crate) mod openapi {
     use serde_json::{Value, json};
 
     use crate::api::{BucketInfo, ErrnoInfo, LatencyInfo, LimitsInfo};
+    use crate::backup_api::BackupInfo;
     use crate::counted_api::{
         ExportInfo, FrontendInfo, NbdServerInfo, OperationInfo, ServerInfo, StoreInfo,
     };
@@ -203,6 +204,7 @@ pub(crate) mod openapi {
             named::<StoreInfo>(),
             named::<NbdServerInfo>(),
             named::<ExportInfo>(),
+            named::<BackupInfo>(),
             named::<FrontendInfo>(),
             named::<OperationInfo>(),
         ] {

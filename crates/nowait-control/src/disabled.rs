@@ -9,12 +9,13 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::Arc;
 
-use nowait_server::Credentials;
+use nowait_server::{BackupEnd, Credentials};
 
 use crate::api::{
     AddExport, ConnectionInfo, PatchExport, SnapshotReport, SnapshotRequest, UpgradeReport,
     UpgradeRequest,
 };
+use crate::backup_api::{BackupInfo, EndBackup, StartBackup};
 use crate::bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
 use crate::client_error::ClientError;
 use crate::controlled_server::ControlledServer;
@@ -226,6 +227,31 @@ impl Client {
         _: &str,
         _: &MergeBitmaps,
     ) -> Result<BitmapInfo, ClientError> {
+        match self.0 {}
+    }
+
+    /// Begins backups.
+    ///
+    /// # Errors
+    /// Never, as [`Client::server`].
+    pub const fn start_backup(
+        &self,
+        _: &str,
+        _: &StartBackup,
+    ) -> Result<Vec<BackupInfo>, ClientError> {
+        match self.0 {}
+    }
+
+    /// Ends backups.
+    ///
+    /// # Errors
+    /// Never, as [`Client::server`].
+    pub const fn end_backup(
+        &self,
+        _: &str,
+        _: &EndBackup,
+        _: BackupEnd,
+    ) -> Result<(), ClientError> {
         match self.0 {}
     }
 

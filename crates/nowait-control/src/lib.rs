@@ -7,8 +7,9 @@
 //! asks, and [`DISABLED`] says why.
 #![forbid(unsafe_code)]
 
-mod api;
 mod described;
+mod backup_api;
+mod api;
 mod counted_api;
 mod bitmap_api;
 mod load;
@@ -27,6 +28,7 @@ pub use api::{
     HistoryInfo, LatencyInfo, LimitsInfo, PastErrors, PatchExport, RemovedExport, SeriesInfo,
     SnapshotReport, SnapshotRequest, UpgradeReport, UpgradeRequest,
 };
+pub use backup_api::{BackupInfo, EndBackup, StartBackup};
 pub use bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
 pub use client_error::ClientError;
 pub use controlled_server::{ControlError, ControlledServer};

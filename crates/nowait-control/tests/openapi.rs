@@ -7,13 +7,14 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use nowait_control::{
-    AddBitmap, AddExport, AddFrontend, BitmapInfo, BucketInfo, BucketLimit, Client, ClientError,
-    ConnectionInfo, ControlError, ControlledServer, ErrnoInfo, ExportHistory, ExportInfo,
-    FrontendInfo, HistoryInfo, HttpListener, HttpServer, LatencyInfo, LimitsInfo, MergeBitmaps,
-    NbdServerInfo, OperationInfo, PastErrors, PatchBitmap, PatchExport, RemovedExport, SeriesInfo,
-    ServerInfo, SnapshotReport, SnapshotRequest, Statistics, StoreInfo, UpgradeReport,
-    UpgradeRequest,
+    AddBitmap, AddExport, AddFrontend, BackupInfo, BitmapInfo, BucketInfo, BucketLimit, Client,
+    ClientError, ConnectionInfo, ControlError, ControlledServer, EndBackup, ErrnoInfo,
+    ExportHistory, ExportInfo, FrontendInfo, HistoryInfo, HttpListener, HttpServer, LatencyInfo,
+    LimitsInfo, MergeBitmaps, NbdServerInfo, OperationInfo, PastErrors, PatchBitmap, PatchExport,
+    RemovedExport, SeriesInfo, ServerInfo, SnapshotReport, SnapshotRequest, StartBackup,
+    Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
 };
+use nowait_server::BackupEnd;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -28,7 +29,8 @@ impl Noting {
 }
 
 fn export() -> ExportInfo {
-    ExportInfo { id: 3, name: "a/b c".into(), ..ExportInfo::default() }
+    let backup = Some(BackupInfo::default());
+    ExportInfo { id: 3, name: "a/b c".into(), backup, ..ExportInfo::default() }
 }
 
 impl ControlledServer for Noting {
@@ -120,6 +122,20 @@ impl ControlledServer for Noting {
         Ok(Default::default())
     }
 
+    fn start_backup(
+        &self,
+        ids: &[u64],
+        backup: StartBackup,
+    ) -> Result<Vec<BackupInfo>, ControlError> {
+        self.note(format!("start_backup {ids:?} {:?}", backup.bitmap));
+        Ok(Default::default())
+    }
+
+    fn end_backup(&self, ids: &[u64], end: BackupEnd) -> Result<(), ControlError> {
+        self.note(format!("end_backup {ids:?} {end:?}"));
+        Ok(())
+    }
+
     fn disconnect(&self, id: u64) -> Result<(), ControlError> {
         self.note(format!("disconnect {id}"));
         Ok(())
@@ -186,6 +202,23 @@ fn fields(value: &impl Serialize) -> BTreeSet<String> {
     value.as_object().unwrap().keys().cloned().collect()
 }
 
+/// The schemas of backups and their fields.
+fn backup_schemas() -> [(&'static str, BTreeSet<String>); 3] {
+    let text = || Some(String::new());
+    let backup = BackupInfo { bitmap: text(), failure: text(), ..BackupInfo::default() };
+    let start = StartBackup {
+        name: text(),
+        bitmap: text(),
+        only_dirty: true,
+        discards: true,
+        scratch: text(),
+        max_scratch_bytes: Some(1),
+        with: vec![String::new()],
+    };
+    let end = EndBackup { with: vec![String::new()] };
+    [("Backup", fields(&backup)), ("StartBackup", fields(&start)), ("EndBackup", fields(&end))]
+}
+
 /// The schemas of dirty bitmaps and their fields.
 fn bitmap_schemas() -> [(&'static str, BTreeSet<String>); 4] {
     let add = AddBitmap { granularity_bytes: Some(1), enabled: Some(true), ..AddBitmap::default() };
@@ -236,7 +269,7 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
         ("Series", fields(&SeriesInfo::default())),
         ("PastErrors", fields(&PastErrors::default())),
         ("RemovedExport", fields(&RemovedExport::default())),
-        ("Export", fields(&ExportInfo::default())),
+        ("Export", fields(&export())),
         ("Frontend", fields(&FrontendInfo::default())),
         ("Operation", fields(&operation)),
         ("Latency", fields(&LatencyInfo::default())),
@@ -257,6 +290,7 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
     ]
     .into_iter()
     .chain(bitmap_schemas())
+    .chain(backup_schemas())
     {
         let known = document["components"]["schemas"][schema]["properties"].as_object().unwrap();
         assert_eq!(known.keys().cloned().collect::<BTreeSet<_>>(), fields, "{schema}");
@@ -279,6 +313,13 @@ fn the_client_asks_for_what_its_methods_say() {
     client.merge_bitmaps(&name, "x", &MergeBitmaps { sources: vec!["y".into()] }).unwrap();
     client.clear_bitmap(&name, "ä %").unwrap();
     client.remove_bitmap("@3", "x").unwrap();
+    let backup = StartBackup { bitmap: Some("x".into()), ..StartBackup::default() };
+    client.start_backup(&name, &backup).unwrap();
+    let both = EndBackup { with: vec!["@4".into()] };
+    client.end_backup(&name, &both, BackupEnd::Commit).unwrap();
+    client.end_backup("@4", &EndBackup::default(), BackupEnd::Abort).unwrap();
+    let many = EndBackup { with: vec!["@4".into(); 256] };
+    client.end_backup(&name, &many, BackupEnd::Abort).unwrap_err();
     let add = AddExport { name: "x".into(), path: "/y".into(), ..AddExport::default() };
     client.add(&add).unwrap();
     let patch = PatchExport { size_bytes: Some(5), ..PatchExport::default() };
@@ -299,6 +340,9 @@ fn the_client_asks_for_what_its_methods_say() {
         "merge_bitmaps 3 x [\"y\"]",
         "clear_bitmap 3 ä %",
         "remove_bitmap 3 x",
+        "start_backup [3] Some(\"x\")",
+        "end_backup [3, 4] Commit",
+        "end_backup [4] Abort",
         "add x /y",
         "change 3 Some(5)",
     ];

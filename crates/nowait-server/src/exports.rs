@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use nowait::{DEFAULT_WEIGHT, WEIGHTS};
 
 use crate::any_export::AnyExport;
+use crate::backup::backup_spec::BackupStatus;
 use crate::export::ExportId;
 use crate::export_error::ExportError;
 use crate::frontend_kind::FrontendKind;
@@ -63,6 +64,8 @@ pub struct ExportStatus {
     pub client_limits: Limits,
     /// Its share of a thread beside other exports, 1 to 10000.
     pub weight: u32,
+    /// The backup of it that has not ended.
+    pub backup: Option<BackupStatus>,
 }
 
 impl ExportStatus {
@@ -85,6 +88,7 @@ impl ExportStatus {
             limits: registered.limits.get(),
             client_limits: registered.limits.of_clients(),
             weight: registered.weight(),
+            backup: registered.backup().map(|backup| backup.status(registered)),
         }
     }
 }

@@ -10,6 +10,7 @@ use nowait_daemon::size;
 use nowait_nbd::Address;
 use nowait_server::Limits;
 
+use crate::args::backup_args::BackupCommand;
 use crate::args::change_args::{Change, parse_change};
 use crate::args::image_args::parse_image_format;
 use nowait_daemon::config;
@@ -303,6 +304,8 @@ pub(crate) enum ExportAction {
     },
     /// Add, list, clear, merge and remove dirty bitmaps: what was changed since when
     Bitmap(BitmapCommand),
+    /// Begin, list, commit and abort backups: disks as they were at an instant
+    Backup(BackupCommand),
     /// Make the completed writes of an export durable
     Flush {
         /// Its name, or @ID

@@ -19,7 +19,7 @@ use crate::args::control_args::{
     ConnectionsArgs, ExportAction, ExportCommand, ServerArgs, StatusArgs,
 };
 use crate::args::upgrade_args::UpgradeArgs;
-use crate::commands::bitmaps;
+use crate::commands::{backups, bitmaps};
 use crate::control_client::{ask, at, failed, no_server, print_json, tell, the_client};
 use crate::output;
 use nowait_daemon::control::control_socket;
@@ -138,6 +138,7 @@ pub(crate) fn export(command: &ExportCommand) -> Result<(), CliError> {
             tell(server, |client| client.change(name, &change).map(drop))
         }
         ExportAction::Bitmap(command) => bitmaps::run(command),
+        ExportAction::Backup(command) => backups::run(command),
         ExportAction::Flush { name, server } => tell(server, |client| client.flush(name)),
     }
 }
@@ -151,7 +152,7 @@ fn image_name(image: &Path) -> Result<String, CliError> {
 }
 
 /// A path as it is sent to a server.
-fn absolute(path: &Path) -> Result<String, CliError> {
+pub(crate) fn absolute(path: &Path) -> Result<String, CliError> {
     let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let text = absolute.into_os_string().into_string();
     text.map_err(|_| CliError::at(path, "a path that is no text cannot be sent"))

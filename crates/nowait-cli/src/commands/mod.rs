@@ -8,6 +8,7 @@ pub(crate) mod create;
 pub(crate) mod resize;
 pub(crate) mod commit;
 pub(crate) mod ublk;
+pub(crate) mod backups;
 pub(crate) mod bitmaps;
 pub(crate) mod control;
 #[cfg(feature = "control")]

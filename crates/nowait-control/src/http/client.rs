@@ -14,6 +14,7 @@ use hyper::client::conn::http1;
 use hyper::{Method, Request, header};
 use hyper_util::rt::TokioIo;
 use nowait_nbd::client::Credentials;
+use nowait_server::BackupEnd;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -25,6 +26,7 @@ use crate::api::{
     AddExport, ConnectionInfo, PatchExport, SnapshotReport, SnapshotRequest, UpgradeReport,
     UpgradeRequest,
 };
+use crate::backup_api::{BackupInfo, EndBackup, StartBackup};
 use crate::bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
 use crate::client_error::ClientError;
 use crate::counted_api::{ExportInfo, ServerInfo};
@@ -226,6 +228,34 @@ impl Client {
     ) -> Result<BitmapInfo, ClientError> {
         let path = format!("{}/merge", bitmap_path(name, bitmap));
         read(&self.send(Method::POST, &path, &body(merge)?)?)
+    }
+
+    /// Begins backups of an export and of those with it.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn start_backup(
+        &self,
+        name: &str,
+        backup: &StartBackup,
+    ) -> Result<Vec<BackupInfo>, ClientError> {
+        let path = format!("{}/backup", export_path(name));
+        read(&self.send(Method::POST, &path, &body(backup)?)?)
+    }
+
+    /// Ends the backups of an export and of those with it.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn end_backup(
+        &self,
+        name: &str,
+        others: &EndBackup,
+        end: BackupEnd,
+    ) -> Result<(), ClientError> {
+        let word = if end == BackupEnd::Commit { "commit" } else { "abort" };
+        let path = format!("{}/backup/{word}", export_path(name));
+        self.send(Method::POST, &path, &body(others)?).map(drop)
     }
 
     /// Closes a connection.

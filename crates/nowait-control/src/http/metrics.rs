@@ -56,6 +56,10 @@ impl Collector for Snapshot {
         let Self { server, exports } = self;
         counts(&mut encoder, [(None, server)])?;
         counts(&mut encoder, exports.iter().map(|it| (Some(("export", it.name.as_str())), it)))?;
+        let backup = |it: &'_ ExportInfo| Some((Some(("export", it.name.as_str())), it.backup.as_ref()?));
+        if exports.iter().any(|it| it.backup.is_some()) {
+            counts(&mut encoder, exports.iter().filter_map(backup))?;
+        }
         for (operation, requests, bytes) in OPERATIONS {
             let help = format!("Requests of kind {operation} that were answered");
             counters(&mut encoder, (requests, &help, None), exports, |info| {

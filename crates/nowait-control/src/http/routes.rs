@@ -13,11 +13,13 @@ use axum::http::{StatusCode, header};
 use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post};
+use nowait_server::BackupEnd;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 
 use crate::api::{AddExport, PatchExport, SnapshotRequest, UpgradeRequest};
+use crate::backup_api::{EndBackup, StartBackup};
 use crate::bitmap_api::{AddBitmap, MergeBitmaps, PatchBitmap};
 use crate::controlled_server::{ControlError, ControlledServer};
 use crate::counted_api::ServerInfo;
@@ -27,6 +29,9 @@ use crate::http::history::History;
 use crate::http::origin::own_origin_first;
 use crate::http::refusal::refuse;
 use crate::http::{bounds, metrics, page};
+
+/// The most exports whose backups begin or end together with that of another one.
+const MAX_TOGETHER: usize = 255;
 
 type Server = Arc<dyn ControlledServer>;
 type Answer = Result<Response, ControlError>;
@@ -51,6 +56,9 @@ pub(crate) fn router(
         .route("/v1/exports/{name}", get(show).delete(remove).patch(change))
         .route("/v1/exports/{name}/flush", post(flush))
         .route("/v1/exports/{name}/snapshot", post(snapshot))
+        .route("/v1/exports/{name}/backup", get(backup).post(start_backup))
+        .route("/v1/exports/{name}/backup/commit", post(commit_backup))
+        .route("/v1/exports/{name}/backup/abort", post(abort_backup))
         .route("/v1/exports/{name}/bitmaps", get(bitmaps).post(add_bitmap))
         .route("/v1/exports/{name}/bitmaps/{bitmap}", delete(remove_bitmap).patch(change_bitmap))
         .route("/v1/exports/{name}/bitmaps/{bitmap}/clear", post(clear_bitmap))
@@ -179,6 +187,53 @@ async fn snapshot(State(server): State<Server>, Part(name): Part, body: Bytes) -
     on_thread(move || json(server.snapshot(find(&server, &name)?, request)?)).await
 }
 
+async fn backup(State(server): State<Server>, Part(name): Part) -> Answer {
+    let none = || ControlError::NotFound("it has no backup".into());
+    on_thread(move || json(server.export(find(&server, &name)?)?.backup.ok_or_else(none)?)).await
+}
+
+/// The numbers of the export called `name` and of those `with` it.
+fn find_all(server: &Server, name: String, with: &[String]) -> Result<Vec<u64>, ControlError> {
+    if with.len() > MAX_TOGETHER {
+        let why = format!("at most {MAX_TOGETHER} backups begin or end with another one");
+        return Err(ControlError::Invalid(why));
+    }
+    let all = std::iter::once(&name).chain(with);
+    all.map(|name| find(server, name)).collect()
+}
+
+async fn start_backup(State(server): State<Server>, Part(name): Part, body: Bytes) -> Answer {
+    let backup: StartBackup = parse_or_default(&body)?;
+    on_thread(move || {
+        let ids = find_all(&server, name, &backup.with)?;
+        let begun = server.start_backup(&ids, backup)?;
+        Ok((StatusCode::CREATED, axum::Json(begun)).into_response())
+    })
+    .await
+}
+
+async fn commit_backup(state: State<Server>, name: Part, body: Bytes) -> Answer {
+    end_backup(state, name, &body, BackupEnd::Commit).await
+}
+
+async fn abort_backup(state: State<Server>, name: Part, body: Bytes) -> Answer {
+    end_backup(state, name, &body, BackupEnd::Abort).await
+}
+
+async fn end_backup(
+    State(server): State<Server>,
+    Part(name): Part,
+    body: &Bytes,
+    end: BackupEnd,
+) -> Answer {
+    let others: EndBackup = parse_or_default(body)?;
+    on_thread(move || {
+        server.end_backup(&find_all(&server, name, &others.with)?, end)?;
+        Ok(StatusCode::NO_CONTENT.into_response())
+    })
+    .await
+}
+
 /// The parts of the path that name an export and a bitmap of it.
 struct BitmapPath(String, String);
 
@@ -262,10 +317,7 @@ async fn upgrade(
     Extension(accepting): Extension<Accepting>,
     body: Bytes,
 ) -> Answer {
-    let request: UpgradeRequest = match body.is_empty() {
-        true => UpgradeRequest::default(),
-        false => parse(&body)?,
-    };
+    let request: UpgradeRequest = parse_or_default(&body)?;
     accepting.send_replace(false);
     let upgraded = on_thread(move || json(server.upgrade(request)?)).await;
     if upgraded.is_err() {
@@ -279,6 +331,11 @@ fn find(server: &Server, name: &str) -> Result<u64, ControlError> {
     let number = || name.strip_prefix('@').and_then(|number| number.parse().ok());
     let none = || ControlError::NotFound("there is no such export".into());
     server.find(name).or_else(number).ok_or_else(none)
+}
+
+/// What a body says that may be empty.
+fn parse_or_default<T: DeserializeOwned + Default>(body: &[u8]) -> Result<T, ControlError> {
+    if body.is_empty() { Ok(T::default()) } else { parse(body) }
 }
 
 fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ControlError> {

@@ -30,9 +30,10 @@ pub(crate) fn refused(error: BitmapError) -> ControlError {
         BitmapError::Name | BitmapError::Granularity | BitmapError::SmallGranularity(_) => {
             ControlError::Invalid(why)
         }
-        BitmapError::Exists | BitmapError::TooMany | BitmapError::TooLarge(_) => {
-            ControlError::Conflict(why)
-        }
+        BitmapError::Exists
+        | BitmapError::TooMany
+        | BitmapError::TooLarge(_)
+        | BitmapError::InBackup => ControlError::Conflict(why),
         BitmapError::NoMemory => ControlError::Failed(why),
     }
 }

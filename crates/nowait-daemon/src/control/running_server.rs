@@ -9,17 +9,19 @@ use std::time::{Duration, Instant, SystemTime};
 
 use nowait::RegisteredMemory;
 use nowait_control::{
-    AddBitmap, AddExport, AddFrontend, BitmapInfo, ConnectionInfo, ControlError, ControlledServer,
-    ExportInfo, MergeBitmaps, PatchBitmap, PatchExport, ServerInfo, SnapshotReport,
-    SnapshotRequest, UpgradeReport, UpgradeRequest,
+    AddBitmap, AddExport, AddFrontend, BackupInfo, BitmapInfo, ConnectionInfo, ControlError,
+    ControlledServer, ExportInfo, MergeBitmaps, PatchBitmap, PatchExport, ServerInfo,
+    SnapshotReport, SnapshotRequest, StartBackup, UpgradeReport, UpgradeRequest,
 };
 use nowait_image::{NamedStorages, formats};
 use nowait_server::{
-    AnyExport, BitmapError, ExportError, ExportId, ExportStatus, Exports, Limits, Listener,
+    AnyExport, BackupEnd, BitmapError, ExportError, ExportId, ExportStatus, Exports, Limits,
+    Listener,
 };
 
 use crate::config::export_spec::{NamedExport, parse_name};
 use crate::config::listen_address;
+use crate::control::backup_answers;
 use crate::control::bitmap_answers::{self, refused};
 use crate::disks::allowed_places::{AllowedPlaces, absolute};
 use crate::disks::image_exchange::ImageExchange;
@@ -106,7 +108,8 @@ impl RunningServer {
 
     /// An export as of `status`, whose image is `served`, unless it was removed meanwhile.
     fn info_of(status: ExportStatus, served: Option<&ServedDisk>) -> ExportInfo {
-        let mut info = ExportInfo::from(status);
+        let backup = status.backup.clone().map(backup_answers::info_of);
+        let mut info = ExportInfo { backup, ..ExportInfo::from(status) };
         if let Some(served) = served {
             let OpenedDisk { named, image, .. } = &served.disk;
             info.image = named.full_name().to_string_lossy().into_owned();
@@ -437,6 +440,23 @@ impl ControlledServer for RunningServer {
         merge: MergeBitmaps,
     ) -> Result<BitmapInfo, ControlError> {
         self.change_bitmaps(id, name, |exports, id| exports.merge_bitmaps(id, name, &merge.sources))
+    }
+
+    fn start_backup(
+        &self,
+        ids: &[u64],
+        backup: StartBackup,
+    ) -> Result<Vec<BackupInfo>, ControlError> {
+        let _changing = self.begin_change()?;
+        let ids = ids.iter().map(|id| self.id_of(*id)).collect::<Result<Vec<_>, _>>()?;
+        let Self { exports, disks, additions, .. } = self;
+        backup_answers::start(exports, disks, &additions.allowed, &ids, backup)
+    }
+
+    fn end_backup(&self, ids: &[u64], end: BackupEnd) -> Result<(), ControlError> {
+        let _changing = self.begin_change()?;
+        let ids = ids.iter().map(|id| self.id_of(*id)).collect::<Result<Vec<_>, _>>()?;
+        backup_answers::end(&self.exports, &ids, end)
     }
 
     fn disconnect(&self, id: u64) -> Result<(), ControlError> {

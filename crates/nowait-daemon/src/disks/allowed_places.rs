@@ -70,6 +70,22 @@ impl AllowedPlaces {
         new_file(&self.directories, absolute(Path::new(path))?)
     }
 
+    /// The directory for a file without a name: that of an image, `beside`, if new files are allowed there, or else the
+    /// first one that is.
+    pub(crate) fn directory_for_scratch(
+        &self,
+        beside: Option<&Path>,
+    ) -> Result<PathBuf, ControlError> {
+        let beside = beside.and_then(|directory| directory.canonicalize().ok());
+        let allowed = beside.and_then(|directory| inside(&self.directories, &directory).ok());
+        let first = || self.directories.first().cloned();
+        allowed.or_else(first).ok_or_else(|| {
+            ControlError::Forbidden(
+                "this server makes no file for scratch (it was started without --allow-dir)".into(),
+            )
+        })
+    }
+
     /// The path of a socket that a request names: its directory is without symbolic links.
     pub(crate) fn socket(&self, path: &str) -> Result<PathBuf, ControlError> {
         new_file(&self.directories_of_sockets, absolute(Path::new(path))?)

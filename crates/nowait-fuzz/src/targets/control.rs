@@ -6,10 +6,11 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use nowait_control::{
-    AddBitmap, AddExport, BitmapInfo, ConnectionInfo, ControlError, ControlledServer, ExportInfo,
-    MergeBitmaps, PatchBitmap, PatchExport, ServerInfo, SnapshotReport, SnapshotRequest, Token,
-    UpgradeReport, UpgradeRequest, fuzz,
+    AddBitmap, AddExport, BackupInfo, BitmapInfo, ConnectionInfo, ControlError, ControlledServer,
+    ExportInfo, MergeBitmaps, PatchBitmap, PatchExport, ServerInfo, SnapshotReport,
+    SnapshotRequest, StartBackup, Token, UpgradeReport, UpgradeRequest, fuzz,
 };
+use nowait_server::BackupEnd;
 
 use crate::split::cut;
 use crate::target::{Check, Target};
@@ -39,6 +40,7 @@ pub(crate) const TARGET: Target = Target {
         b"/v1/exports/@3",
         b"/snapshot",
         b"/bitmaps/a",
+        b"/backup",
         b"?mode=hard",
         b"%2F",
         b"%00",
@@ -106,6 +108,18 @@ impl ControlledServer for Noting {
 
     fn snapshot(&self, id: u64, snapshot: SnapshotRequest) -> Result<SnapshotReport, ControlError> {
         self.note(format!("snapshot {id} {snapshot:?}"))
+    }
+
+    fn start_backup(
+        &self,
+        ids: &[u64],
+        backup: StartBackup,
+    ) -> Result<Vec<BackupInfo>, ControlError> {
+        self.note(format!("start_backup {ids:?} {:?}", backup.bitmap))
+    }
+
+    fn end_backup(&self, ids: &[u64], end: BackupEnd) -> Result<(), ControlError> {
+        self.note(format!("end_backup {ids:?} {end:?}"))
     }
 
     fn bitmaps(&self, id: u64) -> Result<Vec<BitmapInfo>, ControlError> {

@@ -16,8 +16,8 @@ use crate::export_error::ExportError;
 pub struct BackupSpec {
     /// The export whose disk it is of.
     pub export: ExportId,
-    /// The name of the read-only export that it makes; that of the export and `.backup` without it.
-    pub name: Option<String>,
+    /// The name of the read-only export that it makes ([`BackupSpec::usual_name`]).
+    pub name: String,
     /// The dirty bitmap of the export that is frozen: clients of the backup read it, and changes go to a successor.
     pub bitmap: Option<String>,
     /// Nothing is kept or served outside the dirty granules of the bitmap.
@@ -33,6 +33,12 @@ pub struct BackupSpec {
 impl BackupSpec {
     /// Bytes of a block, the least that is copied.
     pub const BLOCK_BYTES: u64 = 64 << 10;
+
+    /// The usual name of a backup of the export called `export`.
+    #[must_use]
+    pub fn usual_name(export: &str) -> String {
+        if export.is_empty() { "backup".into() } else { format!("{export}.backup") }
+    }
 
     /// Bytes that the scratch of a disk of `size` bytes needs as its size.
     #[must_use]

@@ -63,7 +63,7 @@ impl PreparedBackup {
             return Err(BackupRefusal::NoBitmapNamed);
         }
         let scratch = scratch_of(&spec, size, block_bytes)?;
-        let name = spec.name.unwrap_or_else(|| format!("{}.backup", export.name()));
+        let name = spec.name.clone();
         let only = frozen.clone().filter(|_| spec.only_dirty);
         let point = PointInTime::new(name.clone(), size, block_bytes, scratch, only);
         let point = Arc::new(point.ok_or(BackupRefusal::TooLarge)?);

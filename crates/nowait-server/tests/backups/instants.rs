@@ -96,7 +96,7 @@ fn c79_where_one_backup_cannot_begin_none_does() {
         scene.connect("0").write(0, &[1; 512]).expect("a write");
     };
     let named = |export: &str, name: &str| nowait_server::BackupSpec {
-        name: Some(name.into()),
+        name: name.into(),
         ..scene.spec(export)
     };
     let taken = || BackupRefusal::Export(ExportError::NameTaken);

@@ -97,7 +97,7 @@ impl Scene {
     pub(crate) fn spec(&self, name: &str) -> BackupSpec {
         BackupSpec {
             export: self.id(name),
-            name: None,
+            name: BackupSpec::usual_name(name),
             bitmap: None,
             only_dirty: false,
             discards: false,

@@ -92,6 +92,19 @@ impl Countable for bool {
     }
 }
 
+/// A fault counts as a flag that it is there.
+impl Countable for Option<String> {
+    fn value(&self) -> CountValue {
+        CountValue::Flag(self.is_some())
+    }
+
+    fn add(&mut self, other: &Self) {
+        if self.is_none() {
+            self.clone_from(other);
+        }
+    }
+}
+
 /// A struct that [`counts!`](crate::counts) has declared.
 pub trait Counted: Sized + 'static {
     /// Its counts, in the order of the fields.
