@@ -51,6 +51,8 @@ mod server;
 pub use any_export::AnyExport;
 pub use backup::backup_spec::{BackupEnd, BackupError, BackupRefusal, BackupSpec, BackupStatus};
 pub use backup::scratch::scratch_file;
+#[cfg(feature = "sim")]
+pub use backup::sim_backup::SimBackup;
 pub use block_size::BlockSize;
 pub use dirty_bitmaps::bitmap_spec::{BitmapError, BitmapSpec, BitmapStatus, RestoreError};
 pub use export::{Export, ExportId};

@@ -27,6 +27,7 @@ pub mod ublk_server;
 pub mod simulation;
 pub mod remote;
 pub mod log;
+pub mod backup;
 pub mod run;
 pub mod fault_matrix;
 pub mod trace;

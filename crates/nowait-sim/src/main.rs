@@ -11,6 +11,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use clap::{Parser, Subcommand};
 use hosts_args::HostsArgs;
 use indicatif::{ProgressBar, ProgressStyle};
+use nowait_sim::backup::backup_scenario::BackupScenario;
 use nowait_sim::fault_matrix::Matrix;
 use nowait_sim::log::log_scenario::LogScenario;
 use nowait_sim::remote::remote_scenario::RemoteScenario;
@@ -256,6 +257,7 @@ fn report(plan: &Plan, failure: &Failure) {
     match plan.mode {
         Mode::Remote => println!("{:#?}", RemoteScenario::of(plan.seed)),
         Mode::Log => println!("{:#?}", LogScenario::of(plan.seed)),
+        Mode::Backup => println!("{:#?}", BackupScenario::of(plan.seed)),
         _ => println!("{:#?}", plan.scenario()),
     }
     print!("{}{}", trace::describe(plan), trace::write(plan));

@@ -17,12 +17,21 @@ pub enum Mode {
     Remote,
     /// A log; see [`crate::log`]. No seed is one by default.
     Log,
+    /// A backup of a disk that is written; see [`crate::backup`]. No seed is one by default.
+    Backup,
 }
 
 impl Mode {
     /// Every mode.
-    pub const ALL: [Self; 6] =
-        [Self::Engine, Self::Server, Self::VhostUser, Self::Ublk, Self::Remote, Self::Log];
+    pub const ALL: [Self; 7] = [
+        Self::Engine,
+        Self::Server,
+        Self::VhostUser,
+        Self::Ublk,
+        Self::Remote,
+        Self::Log,
+        Self::Backup,
+    ];
     /// The modes with a simulated device, whose scenario is a [`crate::scenario::Scenario`].
     pub const ON_DEVICES: [Self; 4] = [Self::Engine, Self::Server, Self::VhostUser, Self::Ublk];
 
@@ -36,6 +45,7 @@ impl Mode {
             Self::Ublk => "ublk",
             Self::Remote => "remote",
             Self::Log => "log",
+            Self::Backup => "backup",
         }
     }
 

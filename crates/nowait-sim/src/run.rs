@@ -5,6 +5,7 @@
 //! other.
 
 use std::cell::RefCell;
+use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -15,6 +16,8 @@ use nowait_image::ImageBug;
 use nowait_remote::RemoteBug;
 use nowait_server::ServerBug;
 
+use crate::backup::backup_scenario::BackupScenario;
+use crate::backup::backup_simulation::BackupSimulation;
 use crate::engines::Engines;
 use crate::log::log_scenario::LogScenario;
 use crate::log::log_simulation::LogSimulation;
@@ -130,6 +133,7 @@ pub fn run(plan: &Plan) -> Result<Counts, Failure> {
         Mode::Ublk => run_in::<UblkServer>(plan),
         Mode::Remote => run_remote(plan),
         Mode::Log => run_log(plan),
+        Mode::Backup => run_backup(plan),
     };
     inject_bug(None);
     nowait_server::inject(None);
@@ -211,6 +215,23 @@ fn run_log(plan: &Plan) -> Result<Counts, Failure> {
         }
         *now = None;
         simulation.end()?;
+        Ok(simulation.counts())
+    })
+}
+
+fn run_backup(plan: &Plan) -> Result<Counts, Failure> {
+    let scenario = BackupScenario::of(plan.seed);
+    watched(|now| {
+        let mut simulation = ManuallyDrop::new(BackupSimulation::new(scenario.clone())?);
+        for &step in &plan.steps {
+            *now = Some(step);
+            let (action, random) = scenario.step(step);
+            simulation.step(action, random)?;
+        }
+        *now = None;
+        simulation.end()?;
+        // One that has failed is leaked: its requests in flight never end.
+        let simulation = ManuallyDrop::into_inner(simulation);
         Ok(simulation.counts())
     })
 }

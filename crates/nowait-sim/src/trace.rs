@@ -9,6 +9,7 @@ use nowait_image::ImageBug;
 use nowait_remote::RemoteBug;
 use nowait_server::ServerBug;
 
+use crate::backup::backup_scenario::BackupScenario;
 use crate::log::log_scenario::LogScenario;
 use crate::remote::remote_scenario::RemoteScenario;
 use crate::run::{InjectedBug, Plan};
@@ -42,6 +43,7 @@ pub fn name_of(bug: InjectedBug) -> &'static str {
         InjectedBug::Server(ServerBug::SkipAtStop) => "skip-at-stop",
         InjectedBug::Server(ServerBug::ReuseIndex) => "reuse-index",
         InjectedBug::Server(ServerBug::DrainWithRequest) => "drain-with-request",
+        InjectedBug::Server(ServerBug::WriteBeforeCopy) => "write-before-copy",
         InjectedBug::Image(ImageBug::ForgetTail) => "forget-tail",
         InjectedBug::Image(ImageBug::ReadBelowElsewhere) => "read-below-elsewhere",
         InjectedBug::Image(ImageBug::ForgetOrder) => "forget-order",
@@ -140,6 +142,13 @@ pub fn describe(plan: &Plan) -> String {
     }
     if plan.mode == Mode::Log {
         let scenario = LogScenario::of(plan.seed);
+        for &n in &plan.steps {
+            let _ = writeln!(text, "# {n}: {:?}", scenario.step(n).0);
+        }
+        return text;
+    }
+    if plan.mode == Mode::Backup {
+        let scenario = BackupScenario::of(plan.seed);
         for &n in &plan.steps {
             let _ = writeln!(text, "# {n}: {:?}", scenario.step(n).0);
         }

@@ -74,6 +74,7 @@ fn fails(bug: InjectedBug, seed: u64) -> bool {
             | ServerBug::SkipAtStop,
         ) => Mode::VhostUser,
         InjectedBug::Server(ServerBug::CommitBeforeData) => Mode::Ublk,
+        InjectedBug::Server(ServerBug::WriteBeforeCopy) => Mode::Backup,
         InjectedBug::Server(_) => Mode::Server,
         InjectedBug::Remote(_) => Mode::Remote,
     };
@@ -243,6 +244,11 @@ fn a_completion_that_is_given_to_another_device_is_found() {
 #[test]
 fn an_export_that_is_paused_with_a_request_in_flight_is_found() {
     is_found(InjectedBug::Server(ServerBug::DrainWithRequest));
+}
+
+#[test]
+fn a_write_that_reaches_the_disk_before_its_copy_for_a_backup_is_done_is_found() {
+    is_found(InjectedBug::Server(ServerBug::WriteBeforeCopy));
 }
 
 /// Whether a bug of a log is found, in this process.

@@ -150,6 +150,7 @@ fn backups_are_begun_and_ended_by_http_and_what_cannot_be_is_refused_in_one_line
     let (it, mut first, _second) = two_disks(&mut random);
     let path = "/v1/exports/@0/backup";
     it.refusal("GET", path, None, 404);
+    first.write(0, &vec![2; 4 * BLOCK as usize]).expect("a write");
     let scratch = it.scratch.join("images").join("old");
     let start = json!({"name": "x", "scratch": text(&scratch), "max_scratch_bytes": 2 * BLOCK});
     let begun = it.json("POST", path, Some(start.clone()), 201);

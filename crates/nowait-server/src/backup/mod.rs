@@ -10,3 +10,5 @@ pub(crate) mod backup_device;
 pub(crate) mod running_backup;
 pub(crate) mod backup_spec;
 pub(crate) mod transaction;
+#[cfg(feature = "sim")]
+pub(crate) mod sim_backup;
