@@ -56,9 +56,11 @@ impl Collector for Snapshot {
         let Self { server, exports } = self;
         counts(&mut encoder, [(None, server)])?;
         counts(&mut encoder, exports.iter().map(|it| (Some(("export", it.name.as_str())), it)))?;
-        let backup = |it: &'_ ExportInfo| Some((Some(("export", it.name.as_str())), it.backup.as_ref()?));
-        if exports.iter().any(|it| it.backup.is_some()) {
-            counts(&mut encoder, exports.iter().filter_map(backup))?;
+        let with_backup = exports.iter().filter_map(|it| Some((it, it.backup.as_ref()?)));
+        if with_backup.clone().next().is_some() {
+            let backups =
+                with_backup.map(|(it, backup)| (Some(("export", it.name.as_str())), backup));
+            counts(&mut encoder, backups)?;
         }
         for (operation, requests, bytes) in OPERATIONS {
             let help = format!("Requests of kind {operation} that were answered");

@@ -118,7 +118,7 @@ pub(crate) fn begin(
     for it in prepared {
         let (backup, parts) = PreparedParts::of(it);
         match registry.add(backup) {
-            Ok((id, _)) => added.push((id, parts)),
+            Ok(backup) => added.push((backup.id, parts)),
             Err(error) => {
                 for (id, _) in added {
                     registry.remove_backup(id);
