@@ -69,7 +69,7 @@ impl TestQueueKind {
 }
 
 /// An engine and a disk with all switches on, and with each of them off, by name.
-pub fn switches(on: Config) -> [(&'static str, Config, OpenOptions); 11] {
+pub fn switches(on: Config) -> [(&'static str, Config, OpenOptions); 12] {
     let disk = OpenOptions::new().cache_holes(true);
     [
         ("all on", on, disk),
@@ -83,6 +83,7 @@ pub fn switches(on: Config) -> [(&'static str, Config, OpenOptions); 11] {
         ("hint off", on, disk.cache_holes(false)),
         ("group syncs off", Config { group_syncs: false, ..on }, disk),
         ("allocate ahead off", on, disk.allocate_ahead(false)),
+        ("read ahead on", on, disk.read_ahead(true)),
     ]
 }
 

@@ -83,6 +83,7 @@ mod threads;
 mod queue;
 #[cfg(feature = "sim")]
 pub mod sim;
+mod read_ahead;
 mod storage;
 mod block;
 mod blocking;

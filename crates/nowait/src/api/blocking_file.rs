@@ -199,6 +199,11 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
         if io.range.len == 0 {
             return Ok(0);
         }
+        if op == Op::Read
+            && let Some(ahead) = self.disk.read_ahead()
+        {
+            ahead.note(io.range, self.disk.limit());
+        }
         let mut merged = Vec::new();
         let segments = match segments {
             [one] => &[IoSegment { len: io.range.len as usize, ..*one }],

@@ -15,6 +15,8 @@ use crate::block::flush_coalescer::FlushCoalescer;
 use crate::block::range_lock::RangeLocks;
 use crate::block::waiting_flushes::WaitingFlushes;
 use crate::queue::{IoQueue, QueueFile, Uring};
+use crate::read_ahead::ahead_reads::{AheadReads, AheadSource, Served};
+use crate::read_ahead::shared_inode::SharedInode;
 use crate::sim_hooks::injected_bug;
 use crate::sim_hooks::injected_bug::EngineBug;
 use crate::storage::file::FileStorage;
@@ -23,8 +25,33 @@ use crate::storage::{Storage, StorageProperties};
 use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
+use crate::types::io_cursor::ReadCursor;
 use crate::types::request::ExtentStatus;
 use crate::types::weight::{DEFAULT_WEIGHT, WEIGHTS};
+
+/// The read-ahead of a device.
+pub(crate) struct ReadAhead {
+    /// The streams of all handles of the file.
+    reads: Arc<AheadReads>,
+    source: Arc<dyn AheadSource>,
+}
+
+impl ReadAhead {
+    /// As [`AheadReads::note`], of a device whose end was last seen at byte `end`.
+    pub(crate) fn note(&self, range: ByteRange, end: u64) {
+        self.reads.note(&self.source, range, end.max(range.end()));
+    }
+
+    /// As [`AheadReads::serve`].
+    pub(crate) fn serve(
+        &self,
+        range: ByteRange,
+        memory: &mut ReadCursor<'_>,
+        must_not_wait: bool,
+    ) -> Served {
+        self.reads.serve(range, memory, must_not_wait)
+    }
+}
 
 /// An open file, image or block device, with the map `M` of its bytes.
 pub struct BlockDevice<M: BlockMap + ?Sized> {
@@ -48,6 +75,10 @@ pub struct BlockDevice<M: BlockMap + ?Sized> {
     ahead: AllocateAhead,
     /// Its share of a pool of workers, one of [`WEIGHTS`].
     weight: AtomicU32,
+    /// The file whose bytes the device has at the same positions, if it was opened by its path.
+    inode: Option<Arc<SharedInode>>,
+    /// Where sequential reads are read ahead from, if they are.
+    read_ahead: Option<ReadAhead>,
     /// Flushes of engines that wait for the next sync.
     pub(crate) waiting: WaitingFlushes,
     /// The first bytes of the device must not become these; empty if there is no such rule.
@@ -64,7 +95,8 @@ impl BlockDevice<AllocationCache> {
     /// As [`FileStorage::open`]; `EINVAL` for options of files, which make one or append.
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
         options.check(true)?;
-        Self::raw(Arc::new(FileStorage::open(path, options)?), options)
+        let storage = Arc::new(FileStorage::open(path, options)?);
+        Ok(Self::raw(storage.clone(), options)?.of_file(storage, options))
     }
 
     /// The device whose bytes are those of `storage`, with an empty allocation cache if `options` say
@@ -96,15 +128,29 @@ impl BlockDevice<LinearMap> {
     /// As [`BlockDevice::open`].
     pub fn open_mapped(path: &Path, options: OpenOptions) -> Result<Self, Error> {
         options.check(true)?;
-        Self::linear(Arc::new(FileStorage::open(path, options)?), LinearMap)
+        let storage = Arc::new(FileStorage::open(path, options)?);
+        Ok(Self::linear(storage.clone(), LinearMap)?.of_file(storage, options))
     }
 }
 
 impl<M: BlockMap> BlockDevice<M> {
+    /// The same, of which `storage` is the file, opened with `options`.
+    pub(super) fn of_file(mut self, storage: Arc<FileStorage>, options: OpenOptions) -> Self {
+        self.inode = storage.inode();
+        if options.read_ahead && self.is_direct() {
+            let reads = self.inode.as_deref().map(SharedInode::ahead);
+            self.read_ahead = reads.map(|reads| ReadAhead { reads, source: storage });
+        }
+        self
+    }
+
     /// The device whose bytes are those of `storage`, found by `map`.
     pub(crate) fn linear(storage: Arc<dyn Storage>, map: M) -> Result<Self, Error> {
         let (size, read_only) = (storage.size()?, storage.properties().read_only);
-        Ok(Self::mapped(storage, Vec::new(), size, read_only, map))
+        let inode = storage.inode();
+        let mut device = Self::mapped(storage, Vec::new(), size, read_only, map);
+        device.inode = inode;
+        Ok(device)
     }
 
     /// A device of `size` bytes, which `map` finds in the storages `primary` and `backing`. Its
@@ -138,6 +184,8 @@ impl<M: BlockMap> BlockDevice<M> {
             flushes,
             ahead: AllocateAhead::default(),
             weight: AtomicU32::new(DEFAULT_WEIGHT),
+            inode: None,
+            read_ahead: None,
             waiting: WaitingFlushes::default(),
             forbidden: &[],
             map,
@@ -449,6 +497,28 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
     #[must_use]
     pub fn allocated_ahead(&self) -> u64 {
         self.ahead.total()
+    }
+
+    /// Bytes of the file that its handles with read-ahead in this process have read from memory so far
+    /// ([`crate::OpenOptions::read_ahead`]); 0 if this one has none.
+    #[must_use]
+    pub fn served_ahead(&self) -> u64 {
+        self.read_ahead.as_ref().map_or(0, |ahead| ahead.reads.served())
+    }
+
+    /// Its read-ahead, if it has one.
+    #[inline]
+    pub(crate) fn read_ahead(&self) -> Option<&ReadAhead> {
+        self.read_ahead.as_ref()
+    }
+
+    /// Records that a write to `range` by a queue has ended, before its request is answered.
+    #[inline(always)]
+    pub(crate) fn written(&self, range: ByteRange) {
+        self.map.mark_allocated(range);
+        if let Some(inode) = &self.inode {
+            inode.changed(range);
+        }
     }
 
     fn ahead_target(&self) -> Option<AheadTarget<'_>> {

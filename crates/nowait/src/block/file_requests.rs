@@ -50,9 +50,9 @@ impl BlockDevice<AllocationCache> {
                 Self::mapped(storage.clone(), Vec::new(), size, options.read_only, map)
             }
         };
-        device.file = Some(storage);
+        device.file = Some(storage.clone());
         device.appends = options.append;
-        Ok(device)
+        Ok(device.of_file(storage, options))
     }
 }
 

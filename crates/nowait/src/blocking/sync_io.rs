@@ -10,6 +10,7 @@ mod zeros;
 use crate::block::block_map::{BlockMap, Intent};
 use crate::block::device::BlockDevice;
 use crate::block::range_lock::LockMode;
+use crate::read_ahead::ahead_reads::Served;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
 use crate::types::io_cursor::{ReadCursor, WriteCursor};
@@ -119,6 +120,11 @@ pub(crate) unsafe fn run<M: BlockMap + ?Sized>(
             let range = disk.cut(range);
             // SAFETY: as promised by the caller.
             let mut memory = unsafe { ReadCursor::new(segments, 0, range.len) };
+            if let Some(ahead) = disk.read_ahead()
+                && ahead.serve(range, &mut memory, false) == Served::All
+            {
+                return Ok(range.len);
+            }
             let result = read(disk, range.pos, &mut memory);
             moved(result, range.len - memory.len(), partial)?
         }

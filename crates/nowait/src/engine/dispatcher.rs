@@ -254,6 +254,9 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
             self.requests.complete(slot, 0);
             return Ok(());
         }
+        if self.read_ahead(device, slot, io, &[one]) {
+            return Ok(());
+        }
         match self.choose_path(device, slot, io, &[one]) {
             Path::Single(extent) => {
                 self.submit_single(queue, device, slot, io, extent, (base, 0));
@@ -348,6 +351,10 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
         match self.requests.config().vectored {
             true => iovec::merge(segments, io.range.len, &mut merged),
             false => iovec::slice_segments(segments, 0, io.range.len, |one| merged.push(one)),
+        }
+        if self.read_ahead(device, slot, io, &merged) {
+            self.segments = merged;
+            return;
         }
         let path = self.choose_path(device, slot, io, &merged);
         let kept = &mut self.requests.slot_mut(slot).segments;

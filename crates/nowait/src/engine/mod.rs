@@ -23,6 +23,7 @@ mod deferred_overwrites;
 mod vectored;
 mod split_requests;
 mod dispatcher;
+mod served_ahead;
 mod submit;
 mod registered;
 pub(crate) mod single_disk;

@@ -229,7 +229,7 @@ impl<M: BlockMap + ?Sized> Requests<M> {
         request.locked = false;
         self.pool.complete_as_is(slot);
         let disk = &self.devices[device].disk;
-        disk.map.mark_allocated(range);
+        disk.written(range);
         if locked {
             disk.ranges.unlock(range, LockMode::Shared);
         }
@@ -313,7 +313,7 @@ impl<M: BlockMap + ?Sized> Requests<M> {
 
     fn mark_written(&mut self, slot: u32) {
         let request = &self.pool[slot];
-        self.devices[request.device()].disk.map.mark_allocated(request.io.range);
+        self.devices[request.device()].disk.written(request.io.range);
     }
 
     /// Releases the range lock of the request, if it holds one.

@@ -24,6 +24,15 @@ const fn bits_below(block: u32) -> u64 {
     1 << 63 | (block as u64 - 1)
 }
 
+/// The bits that are 0 in the position and the length of every simple read. With read-ahead no read is
+/// simple: its bytes may be in memory.
+fn read_mask<M: BlockMap + ?Sized>(disk: &BlockDevice<M>) -> u64 {
+    match disk.read_ahead() {
+        Some(_) => u64::MAX,
+        None => bits_below(disk.alignment().read_offset),
+    }
+}
+
 /// The constants of one device that decide whether a request is simple.
 pub(crate) struct SimplePath {
     /// The bits that are 0 in the position and the length of a simple read and of a simple write,
@@ -76,7 +85,7 @@ impl SimplePath {
     pub(crate) fn new<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, config: &Config) -> Self {
         let align = disk.alignment();
         Self {
-            read_mask: AtomicU64::new(bits_below(align.read_offset)),
+            read_mask: AtomicU64::new(read_mask(disk)),
             write_mask: AtomicU64::new(bits_below(align.offset)),
             memory_mask: align.memory as usize - 1,
             rw_flags: if disk.supports_nowait() { libc::RWF_NOWAIT } else { 0 },
@@ -94,9 +103,9 @@ impl SimplePath {
     /// Makes requests of `disk` simple from now on, or none.
     pub(crate) fn set_on<M: BlockMap + ?Sized>(&self, disk: &BlockDevice<M>, on: bool) {
         let align = disk.alignment();
-        let mask = |block| if on { bits_below(block) } else { u64::MAX };
-        self.read_mask.store(mask(align.read_offset), Ordering::Relaxed);
-        self.write_mask.store(mask(align.offset), Ordering::Relaxed);
+        let mask = |mask| if on { mask } else { u64::MAX };
+        self.read_mask.store(mask(read_mask(disk)), Ordering::Relaxed);
+        self.write_mask.store(mask(bits_below(align.offset)), Ordering::Relaxed);
     }
 
     /// Whether `io`, with its memory at `base`, is simple. A read of a cached hole is not: it needs

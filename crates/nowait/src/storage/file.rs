@@ -8,18 +8,21 @@ use std::fs::File;
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
 
-use rustix::fs::{FallocateFlags, OFlags, SeekFrom};
+use rustix::fs::{FallocateFlags, OFlags, SeekFrom, Stat};
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
+use crate::read_ahead::ahead_reads::AheadSource;
+use crate::read_ahead::shared_inode::{InodeNumber, SharedInode};
 use crate::storage::open_options::OpenOptions;
 use crate::storage::opening::{self, Opened, is_device};
 use crate::storage::{Storage, StorageProperties, StorageSpace, Wanted, extents_by_seek, fiemap};
 use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
+use crate::types::io_cursor::ReadCursor;
 use crate::types::request::{ExtentStatus, Flags};
 
 /// An open file or block device.
@@ -34,6 +37,8 @@ pub struct FileStorage {
     pub(super) appending: Mutex<()>,
     /// Whether the file was locked through this handle.
     pub(super) locked: AtomicBool,
+    /// The file, which other handles of the process may have open.
+    pub(super) inode: Arc<SharedInode>,
     properties: StorageProperties,
 }
 
@@ -87,11 +92,13 @@ impl FileStorage {
             // A file system on several devices, or on none, has a number without a major.
             shares_syncs: device || libc::major(stat.st_dev) != 0,
         };
+        let inode = SharedInode::of(inode_number(&stat, device));
         if options.truncate && !device {
             buffered.set_len(0).map_err(|e| Error::from_io(&e, Operation::Open))?;
+            inode.changed(ByteRange::new(0, u64::MAX));
         }
         let (appending, locked) = (Mutex::new(()), AtomicBool::new(false));
-        Ok(Self { direct: Some(direct), buffered, appending, locked, properties })
+        Ok(Self { direct: Some(direct), buffered, appending, locked, inode, properties })
     }
 
     /// A file or block device that was opened elsewhere, without `O_DIRECT`. Nothing is probed: by
@@ -101,7 +108,8 @@ impl FileStorage {
     /// `EISDIR` and `ENOTBLK` as [`FileStorage::open`]; the errno of fstat(2) or fcntl(2).
     pub fn of(file: OwnedFd) -> Result<Self, Error> {
         let os = |e| Error::from_os(e, Operation::Open);
-        let device = is_device(&rustix::fs::fstat(&file).map_err(os)?)?;
+        let stat = rustix::fs::fstat(&file).map_err(os)?;
+        let device = is_device(&stat)?;
         let access = rustix::fs::fcntl_getfl(&file).map_err(os)? & OFlags::ACCMODE;
         let properties = StorageProperties {
             align: Alignment::NONE,
@@ -114,7 +122,8 @@ impl FileStorage {
         };
         let (buffered, appending) = (File::from(file), Mutex::new(()));
         let locked = AtomicBool::new(false);
-        Ok(Self { direct: None, buffered, appending, locked, properties })
+        let inode = SharedInode::of(inode_number(&stat, device));
+        Ok(Self { direct: None, buffered, appending, locked, inode, properties })
     }
 
     /// The descriptor for locks. No ring holds its open file description, so a lock ends with the
@@ -146,8 +155,10 @@ impl FileStorage {
         operation: Operation,
     ) -> Result<(), Error> {
         let mode = mode | FallocateFlags::KEEP_SIZE;
-        retry_on_intr(|| rustix::fs::fallocate(&self.buffered, mode, range.pos, range.len))
-            .map_err(|e| Error::from_os(e, operation).at(range))
+        let done =
+            retry_on_intr(|| rustix::fs::fallocate(&self.buffered, mode, range.pos, range.len));
+        self.inode.changed(range);
+        done.map_err(|e| Error::from_os(e, operation).at(range))
     }
 }
 
@@ -183,10 +194,10 @@ impl Storage for FileStorage {
         let segments = bufs.iter().map(|buf| (buf.as_ptr(), buf.len()));
         let fd = self.descriptor_for(pos, self.properties.align.offset, segments);
         let flags = ReadWriteFlags::from_bits_retain(flags.rw_flags() as u32);
-        retry_on_intr(|| rustix::io::pwritev2(fd, bufs, pos, flags)).map_err(|error| {
-            let len = bufs.iter().map(|buf| buf.len() as u64).sum();
-            Error::from_os(error, Operation::Write).at(ByteRange::new(pos, len))
-        })
+        let written = retry_on_intr(|| rustix::io::pwritev2(fd, bufs, pos, flags));
+        let range = ByteRange::new(pos, bufs.iter().map(|buf| buf.len() as u64).sum());
+        self.inode.changed(range);
+        written.map_err(|error| Error::from_os(error, Operation::Write).at(range))
     }
 
     /// fdatasync(2), which covers every write that was completed before on any descriptor. It uses
@@ -224,8 +235,9 @@ impl Storage for FileStorage {
     }
 
     fn set_len(&self, bytes: u64) -> Result<(), Error> {
-        retry_on_intr(|| rustix::fs::ftruncate(&self.buffered, bytes))
-            .map_err(|e| Error::from_os(e, Operation::Write))
+        let done = retry_on_intr(|| rustix::fs::ftruncate(&self.buffered, bytes));
+        self.inode.changed(ByteRange::new(bytes, u64::MAX));
+        done.map_err(|e| Error::from_os(e, Operation::Write))
     }
 
     fn extents(
@@ -247,12 +259,36 @@ impl Storage for FileStorage {
         })
     }
 
+    fn inode(&self) -> Option<Arc<SharedInode>> {
+        Some(self.inode.clone())
+    }
+
     fn claim(&self) -> Option<BorrowedFd<'_>> {
         (self.properties.device && !self.properties.read_only).then_some(self.buffered.as_fd())
     }
 
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         Some(self.direct.as_ref().map_or(self.buffered.as_fd(), AsFd::as_fd))
+    }
+}
+
+impl AheadSource for FileStorage {
+    /// The read ends where the file does: the kernel would go on behind it, as for
+    /// `BlockDevice::room`.
+    fn fill(&self, pos: u64, memory: &mut [u8]) -> Option<usize> {
+        let storage: &dyn Storage = self;
+        let room = storage.size().ok()?.saturating_sub(pos);
+        let len = memory.len().min(usize::try_from(room).unwrap_or(usize::MAX));
+        let mut rest = ReadCursor::from(&mut memory[..len]);
+        storage.read_at(pos, &mut rest).ok()?;
+        Some(len - rest.len() as usize)
+    }
+}
+
+fn inode_number(stat: &Stat, device: bool) -> InodeNumber {
+    match device {
+        true => InodeNumber::Device(stat.st_rdev),
+        false => InodeNumber::File { device: stat.st_dev, number: stat.st_ino },
     }
 }
 

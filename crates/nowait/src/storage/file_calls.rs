@@ -62,6 +62,7 @@ impl FileStorage {
             if count == 0 || first.is_some() && end - count != next {
                 return Err(failed(Errno::IO));
             }
+            self.inode.changed(ByteRange::new(end - count, count));
             data.advance(count);
             first.get_or_insert(end - count);
             next = end;

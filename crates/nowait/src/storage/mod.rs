@@ -19,6 +19,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use crate::queue::pending_transfer::AsyncTransfers;
+use crate::read_ahead::shared_inode::SharedInode;
 use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
@@ -150,6 +151,12 @@ pub trait Storage: Send + Sync {
     /// The storage as one that makes transfers itself, on threads of its own, as one behind a network
     /// does; then it has no descriptor. A durable write needs no sync after it.
     fn transfers(&self) -> Option<Arc<dyn AsyncTransfers>> {
+        None
+    }
+
+    /// The file, as all handles of it in this process share it.
+    #[doc(hidden)]
+    fn inode(&self) -> Option<Arc<SharedInode>> {
         None
     }
 

@@ -44,6 +44,12 @@ pub struct OpenOptions {
     /// writes, so that the next writes need no worker. What is not used is given back when the device
     /// is closed. It needs `cache_holes`. On by default.
     pub allocate_ahead: bool,
+    /// Sequential and strided reads of at most 256 KiB are found, and what they will read next is read
+    /// into memory before, so that a scan is as fast as one with large requests (C81 to C86). For a file or
+    /// disk that only this process changes, and by this library: a read may miss for up to one second what
+    /// another process, a buffered writer or a mapping has changed. Off by default; without direct I/O
+    /// the kernel reads ahead, and the option does nothing.
+    pub read_ahead: bool,
     /// A file that is missing is made (open(2), `O_CREAT`).
     pub create: bool,
     /// The file is made; one that is there already is `EEXIST`.
@@ -67,6 +73,7 @@ impl Default for OpenOptions {
             allow_mounted: false,
             cache_holes: false,
             allocate_ahead: true,
+            read_ahead: false,
             create: false,
             create_new: false,
             truncate: false,
@@ -109,6 +116,11 @@ impl OpenOptions {
     #[must_use]
     pub const fn allocate_ahead(self, allocate_ahead: bool) -> Self {
         Self { allocate_ahead, ..self }
+    }
+
+    #[must_use]
+    pub const fn read_ahead(self, read_ahead: bool) -> Self {
+        Self { read_ahead, ..self }
     }
 
     #[must_use]

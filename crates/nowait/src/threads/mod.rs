@@ -8,3 +8,4 @@ mod device_turns;
 pub(crate) mod fair_queue;
 pub(crate) mod thread_pool;
 pub(crate) mod completion_list;
+pub(crate) mod fork_mark;

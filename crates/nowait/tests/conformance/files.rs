@@ -69,6 +69,7 @@ impl FileApi for Rig {
 /// A file as one that grows, as `case` opens it.
 pub(crate) fn open(image: &Image, case: &Case) -> Arc<BlockDevice<AllocationCache>> {
     let options = OpenOptions::new().read_only(case.options.read_only).direct(case.options.direct);
+    let options = options.read_ahead(case.options.read_ahead);
     Arc::new(BlockDevice::open_file(&image.path, options).unwrap())
 }
 
@@ -82,7 +83,8 @@ pub(crate) fn on_files(size: u64, content: Content, test: impl Fn(&mut dyn FileA
             test(&mut rig);
         }
         // The drivers of the async APIs change nothing about the switches.
-        let all_on = case.label.ends_with("all on") || case.options.direct == Direct::Off;
+        let ahead = case.options.read_ahead;
+        let all_on = case.label.ends_with("all on") || ahead || case.options.direct == Direct::Off;
         for several_threads in [false, true].into_iter().filter(|_| all_on) {
             let image = Image::new(size, content);
             let disk = open(&image, &case);
@@ -91,11 +93,12 @@ pub(crate) fn on_files(size: u64, content: Content, test: impl Fn(&mut dyn FileA
             }
         }
     }
-    for direct in [Direct::Auto, Direct::Off] {
+    for (direct, ahead) in [(Direct::Auto, false), (Direct::Auto, true), (Direct::Off, false)] {
         let image = Image::new(size, content);
-        let options = OpenOptions::new().direct(direct);
+        let options = OpenOptions::new().direct(direct).read_ahead(ahead);
         let file = BlockingFile::open(&image.path, options).unwrap();
-        let (direct, label) = (file.disk().is_direct(), format!("BlockingFile, {direct:?}"));
+        let label = format!("BlockingFile, {direct:?}, read ahead {ahead}");
+        let direct = file.disk().is_direct();
         test(&mut Blocking { file, image, direct, label });
     }
 }

@@ -302,6 +302,11 @@ impl Rig {
         self.engine.stats()
     }
 
+    /// Whether reads that follow each other may be served without a transfer of the queue.
+    pub(crate) fn reads_ahead(&self) -> bool {
+        self.case.options.read_ahead
+    }
+
     /// Whether all switches are on and the image uses direct I/O: the case for which tests check
     /// the counts of the paths.
     pub(crate) fn is_plain(&self) -> bool {
