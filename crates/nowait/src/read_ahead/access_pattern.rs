@@ -70,11 +70,11 @@ impl AccessPattern {
                 return self.leave(pos, step);
             }
             Some(step @ Step::Strided { stride, .. }) => {
-                self.expect(pos.checked_add_signed(stride), step, reads);
-                self.expect(pos.checked_add(len), Step::Sequential, 1);
+                self.predict(pos.checked_add_signed(stride), step, reads);
+                self.predict(pos.checked_add(len), Step::Sequential, 1);
             }
             Some(Step::Sequential) => {
-                self.expect(pos.checked_add(len), Step::Sequential, reads);
+                self.predict(pos.checked_add(len), Step::Sequential, reads);
             }
             None => {
                 for (earlier, _) in self.recent.into_iter().filter(|read| read.1 == len) {
@@ -82,10 +82,10 @@ impl AccessPattern {
                     // A read that overlaps the earlier one is none of a stream with gaps.
                     if stride.unsigned_abs() >= len && stride.cast_unsigned() != len {
                         let step = Step::Strided { stride, len };
-                        self.expect(pos.checked_add_signed(stride), step, 2);
+                        self.predict(pos.checked_add_signed(stride), step, 2);
                     }
                 }
-                self.expect(pos.checked_add(len), Step::Sequential, 1);
+                self.predict(pos.checked_add(len), Step::Sequential, 1);
             }
         }
         self.recent[self.reads as usize % RECENT] = (pos, len);
@@ -99,7 +99,7 @@ impl AccessPattern {
         Some(step)
     }
 
-    fn expect(&mut self, pos: Option<u64>, step: Step, reads: u8) {
+    fn predict(&mut self, pos: Option<u64>, step: Step, reads: u8) {
         if let Some(pos) = pos {
             self.table[place(pos)] = Some(Expected { pos, step, reads, since: self.reads });
         }

@@ -4,10 +4,14 @@
 //! narrows them, and so does the end of the file.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::read_ahead::ahead_memory::AheadMemory;
 use crate::types::byte_range::ByteRange;
+
+/// How long bytes that were read ahead may be served: a change by another process, by a buffered writer or
+/// by a mapping is missed for no longer.
+pub(crate) const MAX_AGE: Duration = Duration::from_secs(1);
 
 /// How far a chunk has come.
 pub(crate) enum ChunkState {

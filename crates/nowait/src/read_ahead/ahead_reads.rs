@@ -4,23 +4,19 @@
 //! ended is forgotten in every stream before the request that made it is answered.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::read_ahead::access_pattern::AccessPattern;
 use crate::read_ahead::ahead_chunk::{AheadChunk, ChunkState};
 use crate::read_ahead::ahead_memory::AheadMemory;
 use crate::read_ahead::ahead_stream::{AheadStream, Cover, Part};
-use crate::read_ahead::shared_inode;
 use crate::threads::fork_mark;
 use crate::threads::thread_pool::ThreadPool;
 use crate::threads::work_item::WorkItem;
 use crate::types::byte_range::ByteRange;
 use crate::types::io_cursor::ReadCursor;
 
-/// How long bytes that were read ahead may be served: a change by another process, by a buffered writer or
-/// by a mapping is missed for no longer.
-pub(crate) const MAX_AGE: Duration = Duration::from_secs(1);
 /// Streams of a file; the one that was used last of all makes room.
 const STREAMS: usize = 8;
 /// Bytes of the largest read that is served: a larger one keeps the device busy by itself.
@@ -45,6 +41,22 @@ pub(crate) enum Served {
     Coming,
     /// The caller has to read them.
     Not,
+}
+
+/// The read-ahead of all files.
+static ALL: Mutex<Vec<Weak<AheadReads>>> = Mutex::new(Vec::new());
+
+fn all() -> MutexGuard<'static, Vec<Weak<AheadReads>>> {
+    ALL.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Drops what is too old to be served, of all files.
+fn drop_old(now: Instant) {
+    // Nothing is dropped while the list is locked.
+    let open: Vec<_> = all().iter().filter_map(Weak::upgrade).collect();
+    for reads in open {
+        reads.lock().streams.iter_mut().for_each(|stream| stream.drop_old(now));
+    }
 }
 
 struct Streams {
@@ -101,7 +113,7 @@ impl AheadJob {
         }
         let since = Instant::now();
         let memory = AheadMemory::new(range.len as usize).or_else(|| {
-            shared_inode::drop_old(since);
+            drop_old(since);
             AheadMemory::new(range.len as usize)
         });
         let filled = memory.and_then(|mut memory| {
@@ -158,11 +170,16 @@ impl Streams {
 }
 
 impl AheadReads {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new() -> Arc<Self> {
         fork_mark::set();
         let pattern = AccessPattern::new();
         let streams = Streams { pattern, streams: Vec::new(), reads: 0, next_chunk: 0 };
-        Self { streams: Mutex::new(streams), ended: Condvar::new(), served: AtomicU64::new(0) }
+        let (streams, ended) = (Mutex::new(streams), Condvar::new());
+        let reads = Arc::new(Self { streams, ended, served: AtomicU64::new(0) });
+        let mut all = all();
+        all.retain(|reads| reads.strong_count() > 0);
+        all.push(Arc::downgrade(&reads));
+        reads
     }
 
     /// Bytes that were served from memory so far.
@@ -258,11 +275,6 @@ impl AheadReads {
         streams.streams.iter_mut().for_each(|stream| stream.forget(changed));
         drop(streams);
         self.ended.notify_all();
-    }
-
-    /// Drops what is too old to be served.
-    pub(crate) fn drop_old(&self, now: Instant) {
-        self.lock().streams.iter_mut().for_each(|stream| stream.drop_old(now));
     }
 }
 

@@ -7,9 +7,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::read_ahead::access_pattern::Step;
-use crate::read_ahead::ahead_chunk::{AheadChunk, ChunkState};
+use crate::read_ahead::ahead_chunk::{AheadChunk, ChunkState, MAX_AGE};
 use crate::read_ahead::ahead_memory::{AheadMemory, KEPT_BYTES};
-use crate::read_ahead::ahead_reads::MAX_AGE;
 use crate::types::byte_range::ByteRange;
 
 /// Bytes that are read ahead of a stream at first, and at most.

@@ -2,7 +2,7 @@
 //! read into memory before they ask for it.
 //!
 //! Invariant: a byte is served from memory only if no write, discard, zeroing or cut by a handle of this
-//! process has ended since its read began, and if that is at most [`MAX_AGE`](ahead_reads::MAX_AGE) ago.
+//! process has ended since its read began, and if that is at most [`MAX_AGE`](ahead_chunk::MAX_AGE) ago.
 //! Memory is bounded for the whole process.
 
 mod ahead_memory;

@@ -4,7 +4,6 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::Instant;
 
 use crate::read_ahead::ahead_reads::AheadReads;
 use crate::types::byte_range::ByteRange;
@@ -48,7 +47,7 @@ impl SharedInode {
 
     /// Its read-ahead, which is made if it has none.
     pub(crate) fn ahead(&self) -> Arc<AheadReads> {
-        self.ahead.get_or_init(|| Arc::new(AheadReads::new())).clone()
+        self.ahead.get_or_init(AheadReads::new).clone()
     }
 
     /// Drops what was read ahead of `changed`. To be called when a change has ended, before the request is
@@ -68,15 +67,6 @@ impl Drop for SharedInode {
         if inodes.get(&self.number).is_some_and(|inode| inode.strong_count() == 0) {
             inodes.remove(&self.number);
         }
-    }
-}
-
-/// Drops what is too old to be served, of all files.
-pub(crate) fn drop_old(now: Instant) {
-    // An inode must not be dropped while the list is locked.
-    let open: Vec<_> = inodes().values().filter_map(Weak::upgrade).collect();
-    for ahead in open.iter().filter_map(|inode| inode.ahead.get()) {
-        ahead.drop_old(now);
     }
 }
 
