@@ -129,6 +129,8 @@ pub use storage::file_calls::{Allocate, FileLock};
 pub use storage::open_options::{Direct, OpenOptions};
 #[cfg(feature = "sim")]
 pub use storage::sim::SimStorage;
+pub use storage::untorn_limits::UntornLimits;
+pub use storage::write_life::WriteLife;
 pub use storage::{Storage, StorageProperties};
 pub use types::alignment::Alignment;
 pub use types::byte_range::ByteRange;

@@ -26,7 +26,7 @@ fn file_of(bytes: u64) -> tempfile::NamedTempFile {
 }
 
 #[test]
-fn a_grown_device_takes_requests_behind_its_old_end_and_keeps_what_it_had() {
+fn c53_a_grown_device_takes_requests_behind_its_old_end_and_keeps_what_it_had() {
     let file = file_of(MIB + 512);
     let device = device(file.path(), false);
     let disk = BlockingFile::new(device.clone());

@@ -21,12 +21,13 @@ use crate::sim_hooks::injected_bug;
 use crate::sim_hooks::injected_bug::EngineBug;
 use crate::storage::file::FileStorage;
 use crate::storage::open_options::OpenOptions;
+use crate::storage::untorn_limits::UntornLimits;
 use crate::storage::{Storage, StorageProperties};
 use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
 use crate::types::io_cursor::ReadCursor;
-use crate::types::request::ExtentStatus;
+use crate::types::request::{ExtentStatus, Flags};
 use crate::types::weight::{DEFAULT_WEIGHT, WEIGHTS};
 
 /// The read-ahead of a device.
@@ -303,6 +304,11 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
         self.appends
     }
 
+    /// Whether a write with `flags` goes to the end.
+    pub(crate) fn appends_with(&self, flags: Flags) -> bool {
+        self.appends && !flags.contains(Flags::NO_APPEND)
+    }
+
     fn set_size(&self, size: u64) {
         if self.growing().is_none() {
             self.map.resize(size);
@@ -352,6 +358,19 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
     /// As [`StorageProperties::shares_syncs`] of the storage that is written to.
     pub(crate) fn shares_syncs(&self) -> bool {
         self.primary.properties().shares_syncs
+    }
+
+    /// The limits of writes with [`Flags::UNTORN`](crate::Flags::UNTORN), as of the open; `None` if there
+    /// are no such writes: without direct I/O, for images in a format, and where neither the device nor the
+    /// file system has them.
+    #[must_use]
+    pub fn untorn_limits(&self) -> Option<UntornLimits> {
+        self.inode.as_ref().and_then(|_| self.primary.untorn())
+    }
+
+    /// As [`Storage::drops_cached`], of all storages.
+    pub(crate) fn drops_cached(&self) -> bool {
+        self.backing.is_empty() && self.primary.drops_cached()
     }
 
     /// Whether storage can be deallocated, and zeros made without writing them; probed once at

@@ -64,6 +64,9 @@ pub(crate) unsafe fn check<M: BlockMap + ?Sized>(
         }
         len = len.min(room);
     }
+    if io.op == Op::Write && io.flags.contains(Flags::UNTORN) {
+        check_untorn(disk, io, len, segments).map_err(|error| error.at(io.range))?;
+    }
     let (range, forbidden) = (ByteRange::new(pos, len), disk.forbidden_prefix());
     if io.op == Op::Write
         && pos < forbidden.len() as u64
@@ -73,6 +76,27 @@ pub(crate) unsafe fn check<M: BlockMap + ?Sized>(
         return fail(libc::EPERM);
     }
     Ok(Request { range, ..io })
+}
+
+/// The check of an untorn write, of which `len` bytes are inside the device (C27).
+///
+/// # Errors
+/// `EOPNOTSUPP` where there are no such writes; `EINVAL` for one that is not within their limits, or has
+/// several segments.
+fn check_untorn<M: BlockMap + ?Sized>(
+    disk: &BlockDevice<M>,
+    io: Request,
+    len: u64,
+    segments: &[IoSegment],
+) -> Result<(), Error> {
+    let failed = |errno| Err(Error::new(errno, Operation::Validate));
+    let Some(limits) = disk.untorn_limits() else { return failed(libc::EOPNOTSUPP) };
+    let is_whole = len == io.range.len
+        && limits.admit(io.range)
+        && segments.len() == 1
+        && is_aligned_to(disk, disk.alignment().offset, io.range, segments)
+        && !disk.appends_with(io.flags);
+    if is_whole { Ok(()) } else { failed(libc::EINVAL) }
 }
 
 /// Whether a write of `range` stores only bytes of `prefix` where the two meet. The last of several
@@ -132,7 +156,10 @@ pub(crate) unsafe fn run<M: BlockMap + ?Sized>(
             // SAFETY: as promised by the caller.
             let mut data = unsafe { WriteCursor::new(segments, 0, range.len) };
             let aligned = is_aligned_to(disk, disk.alignment().offset, range, segments);
-            let result = write_locked(disk, range, aligned, &mut data);
+            let result = match flags.contains(Flags::UNTORN) {
+                true => write_untorn(disk, io, &mut data),
+                false => write_locked(disk, io, aligned, &mut data),
+            };
             moved(result, range.len - data.len(), partial)?
         }
         Op::Flush => {
@@ -154,10 +181,36 @@ pub(crate) unsafe fn run<M: BlockMap + ?Sized>(
             range.len
         }
     };
-    if flags.contains(Flags::DSYNC) && op.changes() {
-        disk.flush()?;
+    if op.changes() {
+        sync_as_asked(disk, flags)?;
     }
     Ok(done)
+}
+
+/// Makes a write durable as its flags ask for.
+fn sync_as_asked<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, flags: Flags) -> Result<(), Error> {
+    match flags {
+        _ if flags.contains(Flags::SYNC) => disk.sync_all(),
+        _ if flags.contains(Flags::DSYNC) => disk.flush(),
+        _ => Ok(()),
+    }
+}
+
+/// Writes all of `data` by one call, which storage does not tear.
+fn write_untorn<M: BlockMap + ?Sized>(
+    disk: &BlockDevice<M>,
+    io: Request,
+    data: &mut WriteCursor<'_>,
+) -> Result<(), Error> {
+    let failed = |errno| Error::new(errno, Operation::Write).at(io.range);
+    with_range_lock(disk, io.range, LockMode::Shared, || {
+        disk.map.map_extent_blocking(io.range, Intent::Write);
+        let written =
+            data.with_slices(|slices| disk.top().write(slices, io.range.pos, io.flags))?;
+        disk.map.mark_allocated(io.range);
+        data.advance(written as u64);
+        if data.is_empty() { Ok(()) } else { Err(failed(libc::EIO)) }
+    })
 }
 
 /// The result of a request that has moved `done` bytes: an error only if there are none, or if a
@@ -254,16 +307,17 @@ fn read_all<M: BlockMap + ?Sized>(
 /// read-modify-write.
 fn write_locked<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,
-    range: ByteRange,
+    io: Request,
     aligned: bool,
     data: &mut WriteCursor<'_>,
 ) -> Result<(), Error> {
     let mode = if aligned { LockMode::Shared } else { LockMode::Exclusive };
-    let (range, mode) = match disk.appends() {
-        true => (ByteRange::new(disk.size(), range.len), LockMode::Exclusive),
-        false => (range, mode),
+    let appends = disk.appends_with(io.flags);
+    let (range, mode) = match appends {
+        true => (ByteRange::new(disk.size(), io.range.len), LockMode::Exclusive),
+        false => (io.range, mode),
     };
-    with_range_lock(disk, range, mode, || write(disk, range.pos, data))
+    with_range_lock(disk, range, mode, || write(disk, range.pos, appends, data))
 }
 
 /// Writes all of `data` at the end of a file, and returns the position of its first byte.
@@ -278,9 +332,7 @@ pub(crate) fn append<M: BlockMap + ?Sized>(
     let file = disk.changeable()?;
     let range = ByteRange::new(disk.size(), data.len());
     let pos = with_range_lock(disk, range, LockMode::Exclusive, || file.append(data))?;
-    if flags.contains(Flags::DSYNC) {
-        disk.flush()?;
-    }
+    sync_as_asked(disk, flags)?;
     Ok(pos)
 }
 
@@ -289,6 +341,7 @@ pub(crate) fn append<M: BlockMap + ?Sized>(
 fn write<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,
     pos: u64,
+    appends: bool,
     data: &mut WriteCursor<'_>,
 ) -> Result<(), Error> {
     if let Some(image) = disk.map.image() {
@@ -297,7 +350,7 @@ fn write<M: BlockMap + ?Sized>(
         return Ok(());
     }
     if let Some(file) = disk.growing() {
-        return match disk.appends() {
+        return match appends {
             true => file.append(data).map(|_| ()),
             false => disk.top().write_exact(pos, data),
         };

@@ -338,8 +338,8 @@ fn takes(transfer: &Transfer, pause: &mut u32) -> bool {
         *pause -= 1;
         return false;
     }
-    // Durable and polled transfers are so for one request.
-    transfer.rw_flags & (libc::RWF_DSYNC | libc::RWF_HIPRI) == 0
+    // Durable, polled and untorn transfers are so for one request.
+    transfer.rw_flags & !(libc::RWF_NOWAIT | libc::RWF_DONTCACHE) == 0
 }
 
 #[cfg(test)]

@@ -43,6 +43,8 @@ pub(crate) struct SimplePath {
     memory_mask: usize,
     /// `RWF_NOWAIT` where the file takes it.
     rw_flags: i32,
+    /// Flags of a request that its transfers have.
+    passed: Flags,
     /// The position from which on a write may be simple: 0, or the end of a forbidden prefix, whose
     /// bytes have to be looked at; `u64::MAX` for a device that is read-only or appends.
     writes_from: u64,
@@ -89,6 +91,10 @@ impl SimplePath {
             write_mask: AtomicU64::new(bits_below(align.offset)),
             memory_mask: align.memory as usize - 1,
             rw_flags: if disk.supports_nowait() { libc::RWF_NOWAIT } else { 0 },
+            passed: match disk.drops_cached() {
+                true => Flags::OF_TRANSFERS | Flags::DONT_CACHE,
+                false => Flags::OF_TRANSFERS,
+            },
             writes_from: match disk.is_read_only() || disk.appends() {
                 true => u64::MAX,
                 false => disk.forbidden_prefix().len() as u64,
@@ -184,7 +190,7 @@ impl SimplePath {
     /// The `RWF_*` flags of a request's transfers.
     #[inline]
     pub(crate) fn rw_flags(&self, flags: Flags) -> i32 {
-        self.rw_flags | flags.rw_flags()
+        self.rw_flags | flags.rw_flags(self.passed)
     }
 
     /// Locks `range` and maps it for a write. Unless all of it is in one mapped extent, the range

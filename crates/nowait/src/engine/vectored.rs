@@ -47,7 +47,7 @@ pub(crate) fn plan<M: BlockMap + ?Sized>(
     let may_be_single = !separate_sync && (vectored || segments.len() == 1);
     let path = match io.op {
         Op::Read => plan_read(disk, io.range, segments, &own, may_be_single, fragments),
-        Op::Write if disk.appends() => Path::Worker,
+        Op::Write if disk.appends_with(io.flags) || io.needs_one_call() => Path::Worker,
         Op::Write => plan_write(disk, io.range, segments, may_be_single, fragments),
         _ => Path::Worker,
     };

@@ -12,9 +12,9 @@ const RECENT: usize = 4;
 /// ended, and of one that leaves gaps or goes backwards.
 const SEQUENTIAL_READS: u8 = 3;
 const STRIDED_READS: u8 = 4;
-/// Reads after which a read of a strided stream is not expected any more: in a small file some random read
-/// would be there by chance.
-const PATIENCE: u64 = 32;
+/// Reads after which a read of a stream is not expected any more: in a small file some random read would be
+/// there by chance.
+const PATIENCE: u64 = 64;
 
 /// How the reads of a stream follow each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,12 +54,11 @@ impl AccessPattern {
 
     /// Takes note of a read. Returns its step if it belongs to a stream, which begins with it.
     pub(crate) fn note(&mut self, pos: u64, len: u64) -> Option<Step> {
-        let found = self.table[place(pos)].filter(|expected| expected.pos == pos);
+        let found = self.table[place(pos)]
+            .filter(|expected| expected.pos == pos && self.reads - expected.since <= PATIENCE);
         let found = found.filter(|expected| match expected.step {
             Step::Sequential => true,
-            Step::Strided { len: earlier, .. } => {
-                earlier == len && self.reads - expected.since <= PATIENCE
-            }
+            Step::Strided { len: earlier, .. } => earlier == len,
         });
         let reads = found.map_or(1, |expected| expected.reads + 1);
         match found.map(|expected| expected.step) {

@@ -3,6 +3,7 @@
 //! Invariant: two handles of one file, whatever their paths, share one `SharedInode` while both are open.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use crate::read_ahead::ahead_reads::AheadReads;
@@ -24,6 +25,8 @@ pub struct SharedInode {
     number: InodeNumber,
     /// Made for the first handle that reads ahead.
     ahead: OnceLock<Arc<AheadReads>>,
+    /// Whether it was made.
+    reads_ahead: AtomicBool,
 }
 
 type Inodes = HashMap<InodeNumber, Weak<SharedInode>>;
@@ -40,20 +43,30 @@ impl SharedInode {
         if let Some(open) = inodes.get(&number).and_then(Weak::upgrade) {
             return open;
         }
-        let inode = Arc::new(Self { number, ahead: OnceLock::new() });
+        let inode =
+            Arc::new(Self { number, ahead: OnceLock::new(), reads_ahead: AtomicBool::new(false) });
         inodes.insert(number, Arc::downgrade(&inode));
         inode
     }
 
     /// Its read-ahead, which is made if it has none.
     pub(crate) fn ahead(&self) -> Arc<AheadReads> {
-        self.ahead.get_or_init(AheadReads::new).clone()
+        let ahead = self.ahead.get_or_init(AheadReads::new).clone();
+        self.reads_ahead.store(true, Ordering::Release);
+        ahead
     }
 
     /// Drops what was read ahead of `changed`. To be called when a change has ended, before the request is
     /// answered.
     #[inline]
     pub(crate) fn changed(&self, changed: ByteRange) {
+        if self.reads_ahead.load(Ordering::Acquire) {
+            self.forget(changed);
+        }
+    }
+
+    #[cold]
+    fn forget(&self, changed: ByteRange) {
         if let Some(ahead) = self.ahead.get() {
             ahead.forget(changed);
         }

@@ -18,6 +18,7 @@ use crate::read_ahead::ahead_reads::AheadSource;
 use crate::read_ahead::shared_inode::{InodeNumber, SharedInode};
 use crate::storage::open_options::OpenOptions;
 use crate::storage::opening::{self, Opened, is_device};
+use crate::storage::untorn_limits::UntornLimits;
 use crate::storage::{Storage, StorageProperties, StorageSpace, Wanted, extents_by_seek, fiemap};
 use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
@@ -40,6 +41,9 @@ pub struct FileStorage {
     /// The file, which other handles of the process may have open.
     pub(super) inode: Arc<SharedInode>,
     properties: StorageProperties,
+    untorn: Option<UntornLimits>,
+    /// [`Flags::DONT_CACHE`] where transfers may have it.
+    cache_flags: Flags,
 }
 
 impl FileStorage {
@@ -98,7 +102,26 @@ impl FileStorage {
             inode.changed(ByteRange::new(0, u64::MAX));
         }
         let (appending, locked) = (Mutex::new(()), AtomicBool::new(false));
-        Ok(Self { direct: Some(direct), buffered, appending, locked, inode, properties })
+        let (untorn, cache_flags) = match align == Alignment::NONE {
+            true => (None, probe_dont_cache(&buffered)),
+            false => (UntornLimits::of(direct.as_fd(), align), Flags::NONE),
+        };
+        if options.untorn && untorn.is_none() {
+            return Err(Error::new(libc::EOPNOTSUPP, Operation::Open));
+        }
+        if let Some(life) = options.write_life {
+            life.set(buffered.as_fd());
+        }
+        Ok(Self {
+            direct: Some(direct),
+            buffered,
+            appending,
+            locked,
+            inode,
+            properties,
+            untorn,
+            cache_flags,
+        })
     }
 
     /// A file or block device that was opened elsewhere, without `O_DIRECT`. Nothing is probed: by
@@ -123,7 +146,17 @@ impl FileStorage {
         let (buffered, appending) = (File::from(file), Mutex::new(()));
         let locked = AtomicBool::new(false);
         let inode = SharedInode::of(inode_number(&stat, device));
-        Ok(Self { direct: None, buffered, appending, locked, inode, properties })
+        let (untorn, cache_flags) = (None, Flags::NONE);
+        Ok(Self {
+            direct: None,
+            buffered,
+            appending,
+            locked,
+            inode,
+            properties,
+            untorn,
+            cache_flags,
+        })
     }
 
     /// The descriptor for locks. No ring holds its open file description, so a lock ends with the
@@ -181,7 +214,8 @@ impl Storage for FileStorage {
         pos: u64,
         flags: Flags,
     ) -> Result<usize, Error> {
-        let flags = ReadWriteFlags::from_bits_retain((flags.rw_flags() & libc::RWF_HIPRI) as u32);
+        let passed = Flags::HIPRI | self.cache_flags;
+        let flags = ReadWriteFlags::from_bits_retain(flags.rw_flags(passed) as u32);
         let segments = bufs.iter().map(|buf| (buf.as_ptr(), buf.len()));
         let fd = self.descriptor_for(pos, self.properties.align.read_offset, segments);
         retry_on_intr(|| rustix::io::preadv2(fd, bufs, pos, flags)).map_err(|error| {
@@ -193,7 +227,8 @@ impl Storage for FileStorage {
     fn write(&self, bufs: &[IoSlice<'_>], pos: u64, flags: Flags) -> Result<usize, Error> {
         let segments = bufs.iter().map(|buf| (buf.as_ptr(), buf.len()));
         let fd = self.descriptor_for(pos, self.properties.align.offset, segments);
-        let flags = ReadWriteFlags::from_bits_retain(flags.rw_flags() as u32);
+        let passed = Flags::OF_TRANSFERS | self.cache_flags;
+        let flags = ReadWriteFlags::from_bits_retain(flags.rw_flags(passed) as u32);
         let written = retry_on_intr(|| rustix::io::pwritev2(fd, bufs, pos, flags));
         let range = ByteRange::new(pos, bufs.iter().map(|buf| buf.len() as u64).sum());
         self.inode.changed(range);
@@ -259,6 +294,14 @@ impl Storage for FileStorage {
         })
     }
 
+    fn untorn(&self) -> Option<UntornLimits> {
+        self.untorn
+    }
+
+    fn drops_cached(&self) -> bool {
+        self.cache_flags != Flags::NONE
+    }
+
     fn inode(&self) -> Option<Arc<SharedInode>> {
         Some(self.inode.clone())
     }
@@ -317,6 +360,16 @@ fn probe_nowait(fd: BorrowedFd<'_>, align: Alignment) -> bool {
     let mut slices = [IoSliceMut::new(&mut buffer)];
     let read = rustix::io::preadv2(fd, &mut slices, 0, ReadWriteFlags::NOWAIT);
     !matches!(read, Err(Errno::OPNOTSUPP | Errno::INVAL))
+}
+
+/// [`Flags::DONT_CACHE`] if a small read through the page cache may have it.
+fn probe_dont_cache(file: &File) -> Flags {
+    let mut bytes = [0; 512];
+    let flags = ReadWriteFlags::from_bits_retain(libc::RWF_DONTCACHE as u32);
+    match rustix::io::preadv2(file, &mut [IoSliceMut::new(&mut bytes)], 0, flags) {
+        Ok(_) => Flags::DONT_CACHE,
+        Err(_) => Flags::NONE,
+    }
 }
 
 /// The logical block of a block device in bytes; 4096 if it reports none that is a power of two.

@@ -3,6 +3,8 @@
 //! Invariant: no code outside this folder and the queues assumes that a storage has a descriptor.
 
 mod fiemap;
+pub(crate) mod untorn_limits;
+pub(crate) mod write_life;
 pub(crate) mod open_options;
 pub(crate) mod device_claim;
 mod opening;
@@ -20,6 +22,7 @@ use std::sync::Arc;
 
 use crate::queue::pending_transfer::AsyncTransfers;
 use crate::read_ahead::shared_inode::SharedInode;
+use crate::storage::untorn_limits::UntornLimits;
 use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
@@ -152,6 +155,17 @@ pub trait Storage: Send + Sync {
     /// does; then it has no descriptor. A durable write needs no sync after it.
     fn transfers(&self) -> Option<Arc<dyn AsyncTransfers>> {
         None
+    }
+
+    /// The limits of writes that are not torn ([`Flags::UNTORN`]); `None` where a loss of power may tear
+    /// any.
+    fn untorn(&self) -> Option<UntornLimits> {
+        None
+    }
+
+    /// Whether the kernel drops what a transfer with [`Flags::DONT_CACHE`] leaves in the page cache.
+    fn drops_cached(&self) -> bool {
+        false
     }
 
     /// The file, as all handles of it in this process share it.

@@ -2,6 +2,7 @@
 //!
 //! Invariant: by default nothing is assumed that another handle, process or descriptor could change.
 
+use crate::storage::write_life::WriteLife;
 use crate::types::error::{Error, Operation};
 
 /// Whether the page cache is bypassed.
@@ -50,6 +51,12 @@ pub struct OpenOptions {
     /// another process, a buffered writer or a mapping has changed. Off by default; without direct I/O
     /// the kernel reads ahead, and the option does nothing.
     pub read_ahead: bool,
+    /// Writes with [`crate::Flags::UNTORN`] are needed: `EOPNOTSUPP` if the file has none. Without the option a
+    /// file may have them, too ([`crate::BlockDevice::untorn_limits`]).
+    pub untorn: bool,
+    /// How long what is written will stay; a hint for the device. It is a property of the file, which its
+    /// other handles have as well.
+    pub write_life: Option<WriteLife>,
     /// A file that is missing is made (open(2), `O_CREAT`).
     pub create: bool,
     /// The file is made; one that is there already is `EEXIST`.
@@ -74,6 +81,8 @@ impl Default for OpenOptions {
             cache_holes: false,
             allocate_ahead: true,
             read_ahead: false,
+            untorn: false,
+            write_life: None,
             create: false,
             create_new: false,
             truncate: false,
@@ -121,6 +130,16 @@ impl OpenOptions {
     #[must_use]
     pub const fn read_ahead(self, read_ahead: bool) -> Self {
         Self { read_ahead, ..self }
+    }
+
+    #[must_use]
+    pub const fn untorn(self, untorn: bool) -> Self {
+        Self { untorn, ..self }
+    }
+
+    #[must_use]
+    pub const fn write_life(self, write_life: Option<WriteLife>) -> Self {
+        Self { write_life, ..self }
     }
 
     #[must_use]

@@ -173,7 +173,15 @@ impl Storage for SimStorage {
             self.set_len(range.end())?;
         }
         // SAFETY: as above; a write only reads the memory.
-        unsafe { self.transfer(bufs.as_ptr().cast(), bufs.len(), range, flags.rw_flags(), true) }
+        unsafe {
+            self.transfer(
+                bufs.as_ptr().cast(),
+                bufs.len(),
+                range,
+                flags.rw_flags(Flags::OF_TRANSFERS),
+                true,
+            )
+        }
     }
 
     fn sync(&self) -> Result<(), Error> {

@@ -5,6 +5,7 @@
 use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::fs::{AtFlags, OFlags, StatxFlags};
+use rustix::io::Errno;
 
 use crate::types::error::{Error, Operation};
 
@@ -32,7 +33,8 @@ impl Alignment {
     pub const NONE: Self = Self { memory: 1, offset: 1, read_offset: 1 };
 
     /// The alignment of `fd`: from statx(2) with `STATX_DIOALIGN` and `STATX_DIO_READ_ALIGN`, else
-    /// the logical block size of a block device, else from probe reads.
+    /// the logical block size of a block device, else from probe reads; a page where statx(2) is
+    /// forbidden or missing.
     ///
     /// # Errors
     /// `EOPNOTSUPP` when the file system does no direct I/O on this file; otherwise the errno of
@@ -42,8 +44,12 @@ impl Alignment {
         let wanted = StatxFlags::BASIC_STATS
             | StatxFlags::DIOALIGN
             | StatxFlags::from_bits_retain(libc::STATX_DIO_READ_ALIGN);
-        let stat = rustix::fs::statx(fd, "", AtFlags::EMPTY_PATH, wanted)
-            .map_err(|e| Error::from_os(e, Operation::Align))?;
+        let stat = match rustix::fs::statx(fd, "", AtFlags::EMPTY_PATH, wanted) {
+            Err(Errno::PERM | Errno::ACCESS | Errno::NOSYS) if flags.contains(OFlags::DIRECT) => {
+                return Self::without_statx(fd);
+            }
+            asked => asked.map_err(|e| Error::from_os(e, Operation::Align))?,
+        };
         if stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0 {
             return Self::from_statx(
                 stat.stx_dio_mem_align,
@@ -61,6 +67,17 @@ impl Alignment {
             return Ok(Self { memory: block, offset: block, read_offset: block });
         }
         Self::probe(fd)
+    }
+
+    /// As [`Alignment::of`] of a descriptor for direct I/O, where the process may not call statx(2). A file
+    /// has that of its largest probe: a smaller one that succeeds, at the end of an empty file for example,
+    /// proves nothing.
+    fn without_statx(fd: BorrowedFd<'_>) -> Result<Self, Error> {
+        let probed = Self::probe(fd)?;
+        let largest = PROBED_BYTES.map(|bytes| bytes as u32)[PROBED_BYTES.len() - 1];
+        let block = rustix::fs::ioctl_blksszget(fd).ok().filter(|block| block.is_power_of_two());
+        let bytes = probed.offset.max(block.unwrap_or(largest));
+        Ok(Self { memory: bytes, offset: bytes, read_offset: bytes })
     }
 
     /// The alignment that satisfies both; [`Alignment::NONE`] if one of them is that.
@@ -88,7 +105,7 @@ impl Alignment {
 
     fn probe(fd: BorrowedFd<'_>) -> Result<Self, Error> {
         let mut buffer = ProbeBuffer([0; 4096]);
-        let mut last = rustix::io::Errno::OPNOTSUPP;
+        let mut last = Errno::OPNOTSUPP;
         for bytes in PROBED_BYTES {
             match rustix::io::pread(fd.as_fd(), &mut buffer.0[..bytes], 0) {
                 Ok(_) => {
@@ -98,8 +115,7 @@ impl Alignment {
                 Err(error) => last = error,
             }
         }
-        let errno =
-            if last == rustix::io::Errno::INVAL { libc::EOPNOTSUPP } else { last.raw_os_error() };
+        let errno = if last == Errno::INVAL { libc::EOPNOTSUPP } else { last.raw_os_error() };
         Err(Error::new(errno, Operation::Align))
     }
 }

@@ -45,33 +45,48 @@ impl Op {
 }
 
 /// The flags of a request: a set of the constants.
+///
+/// The lower eight bits are those of `RWF_*` (preadv2(2)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Flags(u8);
+pub struct Flags(u16);
 
 impl Flags {
     /// No flag.
     pub const NONE: Self = Self(0);
-    /// Success means durable (C28); on the wire of a block protocol this is FUA.
-    pub const DSYNC: Self = Self(1);
-    /// `EAGAIN` instead of a wait for anything but the device (C32).
-    pub const NOWAIT: Self = Self(2);
-    /// A zeroed range keeps its storage (C52).
-    pub const NO_UNMAP: Self = Self(4);
-    /// `EOPNOTSUPP` instead of zeroing by writing zeros.
-    pub const FAST_ZERO: Self = Self(8);
-
     /// The completion is polled for where the device has polled queues; a hint (C48).
-    pub const HIPRI: Self = Self(16);
-
+    pub const HIPRI: Self = Self(1);
+    /// Success means durable (C28); on the wire of a block protocol this is FUA.
+    pub const DSYNC: Self = Self(2);
+    /// As [`Flags::DSYNC`], which it contains, and the other metadata of a file, such as its times, is
+    /// durable as well (C30).
+    pub const SYNC: Self = Self(2 | 4);
+    /// `EAGAIN` instead of a wait for anything but the device (C32).
+    pub const NOWAIT: Self = Self(8);
+    /// A write goes to its position, although the file was opened to append
+    /// ([`crate::OpenOptions::append`]).
+    pub const NO_APPEND: Self = Self(0x20);
+    /// A write reaches storage in one piece or not at all, also at a loss of power (`RWF_ATOMIC`, Linux
+    /// 6.11, C27). It has one segment, and keeps to [`crate::BlockDevice::untorn_limits`]: otherwise it is
+    /// `EINVAL`, and `EOPNOTSUPP` where there are none.
+    pub const UNTORN: Self = Self(0x40);
+    /// What the request leaves in the page cache is dropped when it has ended (`RWF_DONTCACHE`, Linux
+    /// 6.14); a hint, which does nothing for direct I/O and where the file system does not have it.
+    pub const DONT_CACHE: Self = Self(0x80);
+    /// A zeroed range keeps its storage (C52).
+    pub const NO_UNMAP: Self = Self(0x100);
+    /// `EOPNOTSUPP` instead of zeroing by writing zeros.
+    pub const FAST_ZERO: Self = Self(0x200);
     /// If an error follows some moved bytes, the request's result is the error, not their count:
     /// for frontends that answer a request as a whole (C19, block frontends).
-    pub const ALL_OR_ERROR: Self = Self(32);
+    pub const ALL_OR_ERROR: Self = Self(0x400);
 
-    /// The `RWF_*` flags of pwritev2(2) for a transfer of the request.
+    /// Flags that a transfer passes to the kernel wherever it goes.
+    pub(crate) const OF_TRANSFERS: Self = Self(1 | 2 | 4 | 0x40);
+
+    /// The `RWF_*` flags of pwritev2(2) of those that are also in `passed`.
     #[inline]
-    pub(crate) const fn rw_flags(self) -> i32 {
-        (if self.contains(Self::DSYNC) { libc::RWF_DSYNC } else { 0 })
-            | (if self.contains(Self::HIPRI) { libc::RWF_HIPRI } else { 0 })
+    pub(crate) const fn rw_flags(self, passed: Self) -> i32 {
+        (self.0 & passed.0) as i32
     }
 
     /// Whether all of `other` are set.
@@ -114,6 +129,13 @@ pub struct Request {
     pub flags: Flags,
     /// The bytes of the device concerned; ignored by [`Op::Flush`].
     pub range: ByteRange,
+}
+
+impl Request {
+    /// Whether only the simple path or a worker serves it: it is to be one transfer, or needs a sync of all.
+    pub(crate) const fn needs_one_call(self) -> bool {
+        self.flags.contains(Flags::UNTORN) || self.flags.contains(Flags::SYNC)
+    }
 }
 
 /// A run of bytes of one kind, mapped or hole, as [`Op::Status`] reports it.

@@ -12,6 +12,7 @@ use crate::rig::{
 };
 
 rules![
+    c01_a_position_that_is_negative_to_the_kernel_is_einval,
     c02_every_change_of_a_read_only_device_is_erofs,
     c02_a_read_only_device_is_erofs_whatever_else_is_wrong,
     c03_no_segments_succeed_with_0,
@@ -23,6 +24,27 @@ rules![
     c08_a_range_beyond_i64_max_is_einval,
     c10_a_refused_request_has_had_no_effect,
 ];
+
+fn c01_a_position_that_is_negative_to_the_kernel_is_einval() {
+    on_apis(MIB, Content::Data, |api| {
+        for pos in [1 << 63, u64::MAX - 4095, u64::MAX] {
+            for len in [1, 4096] {
+                assert_eq!(api.read(pos, len), Err(libc::EINVAL), "{pos} {}", api.label());
+                let bytes = pattern(0, len);
+                let written = api.write(pos, &bytes, Flags::NONE);
+                assert_eq!(written, Err(libc::EINVAL), "{pos} {}", api.label());
+            }
+            let range = ByteRange::new(pos, 4096);
+            let discarded = api.bare(Op::Discard, Flags::NONE, range);
+            assert_eq!(discarded, Err(libc::EINVAL), "{pos} {}", api.label());
+        }
+        // The greatest one that is not negative.
+        let last = i64::MAX.cast_unsigned();
+        assert_eq!(api.write(last, &[1], Flags::NONE), Err(libc::EINVAL), "{}", api.label());
+        assert_eq!(api.read(last - 1, 1), Ok(vec![]), "{}", api.label());
+        assert!(api.image().bytes(0, MIB) == pattern(0, MIB), "{}", api.label());
+    });
+}
 
 fn c02_every_change_of_a_read_only_device_is_erofs() {
     on_read_only_apis(MIB, |api| {

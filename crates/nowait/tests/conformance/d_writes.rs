@@ -21,6 +21,7 @@ rules![
     c28_a_dsync_write_leaves_nothing_in_the_cache,
     c28_a_dsync_write_is_synced_by_its_transfer_or_by_a_call,
     c28_a_dsync_write_whose_sync_fails_is_an_error,
+    c30_a_sync_write_leaves_nothing_in_the_cache_and_is_an_error_if_its_sync_fails,
     c29_one_flush_covers_a_dsync_write_in_fragments,
     c31_a_buffered_handle_reads_no_stale_data,
 ];
@@ -180,6 +181,28 @@ fn c28_a_dsync_write_whose_sync_fails_is_an_error() {
                 let done = api.write(4095, &[1; 4098], Flags::DSYNC);
                 assert_eq!(done, Err(libc::EIO), "{}", api.label());
                 let done = api.bare(Op::Zero, Flags::DSYNC, ByteRange::new(0, 512));
+                assert_eq!(done, Err(libc::EIO), "{}", api.label());
+            }
+        });
+    });
+}
+
+fn c30_a_sync_write_leaves_nothing_in_the_cache_and_is_an_error_if_its_sync_fails() {
+    on_apis(MIB + 777, Content::Data, |api| {
+        for (pos, len) in [(0, BLOCK), (4096, 96 * KIB), (70_001, 9), (MIB + 70, 500)] {
+            let bytes = pattern(pos + 7, len);
+            assert_eq!(api.write(pos, &bytes, Flags::SYNC), Ok(len), "{}", api.label());
+            let range = ByteRange::new(pos, len);
+            let dirty = dirty_pages(&api.image().path, range);
+            assert_eq!(dirty.unwrap_or(0), 0, "{range:?} {}", api.label());
+            assert_eq!(api.read(pos, len), Ok(bytes), "{}", api.label());
+        }
+    });
+    denied(Deny::all(libc::SYS_fdatasync, libc::EIO), || {
+        on_apis(MIB, Content::Data, |api| {
+            // Through the page cache every request is aligned, and the transfer itself may sync.
+            if api.is_direct() {
+                let done = api.write(4095, &[1; 4098], Flags::SYNC);
                 assert_eq!(done, Err(libc::EIO), "{}", api.label());
             }
         });

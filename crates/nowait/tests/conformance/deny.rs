@@ -4,7 +4,13 @@
 //! Invariant: the filter ends with these threads and does not affect the rest of the program.
 #![allow(unsafe_code)]
 
+use std::sync::Arc;
 use std::thread;
+
+use nowait::{
+    AsyncFile, BlockDevice, BlockingFile, Config, Flags, IoBuffer, LocalAsyncFile, LocalDriver,
+    OpenOptions, QueueKind, WorkerPool,
+};
 
 /// Which calls fail.
 #[derive(Clone, Copy)]
@@ -67,32 +73,118 @@ pub(crate) fn denied<T: Send>(deny: Deny, work: impl FnOnce() -> T + Send) -> Op
     })
 }
 
-/// A filter that allows the set-up of a ring and forbids its use.
+/// What a file does while `call` fails with `errno`: every API writes and reads it, aligned and not.
+fn use_files(call: libc::c_long, errno: i32) {
+    let what = format!("system call {call} fails with {errno}");
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = dir.path().join("data");
+    let options = OpenOptions::new().create(true).read_ahead(true);
+    let file = BlockingFile::open(&path, options).unwrap();
+    let driver = LocalDriver::new().unwrap();
+    let local = LocalAsyncFile::open(&path, options).unwrap();
+    let disk = Arc::new(BlockDevice::open_file(&path, options).unwrap());
+    let make = || QueueKind::Auto.open(64);
+    let config = Config { slots: 64, ..Config::default() };
+    let shared = AsyncFile::with_queue(disk, WorkerPool::new(2), config, make).unwrap();
+    let mut expected = Vec::new();
+    for (round, (pos, len)) in
+        [(0, 8192), (4096, 4096), (9, 5000), (8192, 65_536)].into_iter().enumerate()
+    {
+        let bytes = vec![round as u8 + 1; len];
+        let buffer = || {
+            let mut buffer = IoBuffer::zeroed(len).unwrap();
+            buffer.copy_from_slice(&bytes);
+            buffer
+        };
+        let done = [
+            file.write_at(&bytes, pos, Flags::NONE),
+            driver.block_on(local.write_at(buffer(), pos, Flags::DSYNC)).0,
+            driver.block_on(shared.write_at(buffer(), pos, Flags::NONE)).0,
+        ];
+        assert_eq!(done, [Ok(len); 3], "{what}");
+        expected.resize(expected.len().max(pos as usize + len), 0);
+        expected[pos as usize..][..len].copy_from_slice(&bytes);
+        let mut back = vec![0; expected.len()];
+        assert_eq!(file.read_at(&mut back, 0), Ok(expected.len()), "{what}");
+        assert!(back == expected, "{what}");
+        for (done, buffer) in [
+            driver.block_on(local.read_at(buffer(), pos)),
+            driver.block_on(shared.read_at(buffer(), pos)),
+        ] {
+            assert_eq!(done, Ok(len), "{what}");
+            assert!(buffer[..] == bytes, "{what}");
+        }
+    }
+    assert_eq!(file.flush(), Ok(()), "{what}");
+    assert_eq!(file.metadata().unwrap().len(), expected.len() as u64, "{what}");
+}
+
+/// The calls without which a ring is of no use, whatever of it is allowed.
 #[test]
-fn a_ring_that_may_not_be_entered_gives_way_to_threads() {
-    use nowait::{
-        BlockingFile, Flags, IoBuffer, LocalAsyncFile, LocalDriver, OpenOptions, QueueKind,
-    };
+fn c86_a_ring_of_which_a_part_is_forbidden_gives_way_to_threads_when_it_is_opened() {
+    let has_rings = nowait::Uring::new().is_ok();
+    for call in [libc::SYS_io_uring_setup, libc::SYS_io_uring_enter, libc::SYS_io_uring_register] {
+        for errno in [libc::EPERM, libc::ENOSYS] {
+            let done = denied(Deny::all(call, errno), || {
+                let queue = QueueKind::Auto.open(64).unwrap();
+                assert!(queue.ring().is_none());
+                let refusal = queue.refusal().map(|error| error.errno());
+                let ring = QueueKind::Uring.open(64).err().map(|error| error.errno());
+                assert_eq!(ring, refusal);
+                use_files(call, errno);
+                refusal
+            });
+            let Some(refusal) = done else { return };
+            assert!(!has_rings || refusal == Some(errno), "{call}: {refusal:?}");
+        }
+    }
+}
+
+#[test]
+fn c86_without_statx_a_file_is_still_opened_for_direct_io_with_the_alignment_of_a_page() {
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let open = || BlockDevice::open_file(file.path(), OpenOptions::new()).unwrap();
+    let direct = open().is_direct();
     for errno in [libc::EPERM, libc::ENOSYS] {
-        let done = denied(Deny::all(libc::SYS_io_uring_enter, errno), || {
-            let queue = QueueKind::Auto.open(64).unwrap();
-            assert!(queue.ring().is_none());
-            let refusal = queue.refusal().map(|error| error.errno());
-            let ring = QueueKind::Uring.open(64).err().map(|error| error.errno());
-            assert_eq!(ring, refusal);
-            let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-            let (driver, options) = (LocalDriver::new().unwrap(), OpenOptions::new());
-            let local = LocalAsyncFile::open(file.path(), options).unwrap();
-            let buffer = IoBuffer::zeroed(8192).unwrap();
-            assert_eq!(driver.block_on(local.write_at(buffer, 4096, Flags::NONE)).0, Ok(8192));
-            let buffer = IoBuffer::zeroed(8192).unwrap();
-            assert_eq!(driver.block_on(local.read_at(buffer, 4096)).0, Ok(8192));
-            assert_eq!(BlockingFile::open(file.path(), options).unwrap().size(), 12_288);
-            refusal
+        denied(Deny::all(libc::SYS_statx, errno), || {
+            let disk = open();
+            assert_eq!(disk.is_direct(), direct);
+            assert!(!direct || disk.alignment().offset >= 4096, "{:?}", disk.alignment());
+            assert_eq!(disk.untorn_limits(), None);
+            use_files(libc::SYS_statx, errno);
         });
-        let Some(refusal) = done else { return };
-        if nowait::Uring::new().is_ok() {
-            assert_eq!(refusal, Some(errno));
+    }
+}
+
+#[test]
+fn c86_without_aio_a_queue_of_threads_makes_all_transfers() {
+    for call in [libc::SYS_io_setup, libc::SYS_io_submit] {
+        for errno in [libc::EPERM, libc::ENOSYS] {
+            denied(Deny::all(call, errno), || {
+                let disk = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+                let disk = BlockDevice::open_file(disk.path(), OpenOptions::new()).unwrap();
+                let (workers, config) = (WorkerPool::new(2), Config::default());
+                let queue = QueueKind::Threads.open(config.slots).unwrap();
+                let file = LocalAsyncFile::with_queue(Arc::new(disk), workers, queue, config);
+                let (file, driver) = (file.unwrap(), LocalDriver::new().unwrap());
+                let all = (0..20u64).map(|n| {
+                    let mut buffer = IoBuffer::zeroed(4096).unwrap();
+                    buffer.fill(n as u8 + 1);
+                    file.write_at(buffer, 2 * n * 4096, Flags::NONE)
+                });
+                let mut all: Vec<_> = all.collect();
+                driver.block_on(async {
+                    // All are in flight together, so that the queue would use AIO.
+                    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+                    for write in &mut all {
+                        let _ = std::future::Future::poll(std::pin::Pin::new(write), &mut context);
+                    }
+                    for write in all {
+                        assert_eq!(write.await.0, Ok(4096));
+                    }
+                });
+                use_files(call, errno);
+            });
         }
     }
 }

@@ -16,6 +16,7 @@ rules![
     c19_a_read_of_a_file_that_fails_is_made_again_up_to_the_present_end,
     c26_an_append_goes_to_the_end_and_tells_where_it_went,
     c26_a_file_opened_to_append_takes_every_write_at_its_end,
+    c26_a_write_with_no_append_goes_to_its_position,
     c36_a_nowait_write_that_would_extend_a_file_is_eagain_or_whole,
     c57_a_write_at_the_end_or_beyond_it_extends_the_file,
     c57_a_write_across_the_end_is_whole,
@@ -66,6 +67,28 @@ fn c26_a_file_opened_to_append_takes_every_write_at_its_end() {
             assert_eq!(done, Ok(len), "{}", rig.case.label);
             expected.extend(bytes);
         }
+        assert!(fs::read(&rig.image.path).unwrap() == expected, "{}", rig.case.label);
+    }
+}
+
+fn c26_a_write_with_no_append_goes_to_its_position() {
+    for case in cases(&REAL) {
+        let image = Image::new(3 * BLOCK, Content::Data);
+        let options = OpenOptions::new().append(true).direct(case.options.direct);
+        let disk = BlockDevice::open_file(&image.path, options).unwrap();
+        let Some(mut rig) = Rig::on(&case, image, disk.into()) else { continue };
+        let mut expected = pattern(0, 3 * BLOCK);
+        for (pos, len) in [(0, BLOCK), (BLOCK + 5, 3), (BLOCK, 2 * BLOCK), (4 * BLOCK, BLOCK + 1)] {
+            let bytes = pattern(pos + 3, len);
+            let done = Api::write(&mut rig, pos, &bytes, Flags::NO_APPEND);
+            assert_eq!(done, Ok(len), "{}", rig.case.label);
+            expected.resize(expected.len().max((pos + len) as usize), 0);
+            expected[pos as usize..(pos + len) as usize].copy_from_slice(&bytes);
+            assert!(fs::read(&rig.image.path).unwrap() == expected, "{pos} {}", rig.case.label);
+        }
+        let zeroed = Api::bare(&mut rig, Op::Zero, Flags::NONE, ByteRange::new(5, BLOCK));
+        assert_eq!(zeroed, Ok(()), "{}", rig.case.label);
+        expected[5..5 + BLOCK as usize].fill(0);
         assert!(fs::read(&rig.image.path).unwrap() == expected, "{}", rig.case.label);
     }
 }

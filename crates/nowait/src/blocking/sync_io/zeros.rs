@@ -74,7 +74,7 @@ fn zero_file<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, io: Request) -> Result
         let head = ByteRange::new(range.pos, whole.pos - range.pos);
         let tail = ByteRange::new(whole.end(), range.end() - whole.end());
         // They are locked, and written by a read-modify-write.
-        let put = |part| write_zeros_by(part, |part, zeros| write(disk, part.pos, zeros));
+        let put = |part| write_zeros_by(part, |part, zeros| write(disk, part.pos, false, zeros));
         done = put(head).and_then(|()| put(tail));
     }
     if done.is_err() {
@@ -124,7 +124,9 @@ fn write_zeros<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, range: ByteRange) ->
     write_zeros_by(range, |part, zeros| {
         let block = u64::from(disk.alignment().offset);
         let aligned = (part.pos | part.len) & (block - 1) == 0;
-        write_locked(disk, part, aligned, zeros)
+        // Zeros of a file that was opened to append go to their position, too.
+        let io = Request { op: Op::Write, flags: Flags::NO_APPEND, range: part };
+        write_locked(disk, io, aligned, zeros)
     })
 }
 

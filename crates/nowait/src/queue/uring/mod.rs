@@ -16,7 +16,7 @@ use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::time::Duration;
 
-use io_uring::{IoUring, cqueue, opcode, squeue, types};
+use io_uring::{IoUring, Probe, cqueue, opcode, squeue, types};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::queue::event_source::{EventSource, Interest, check_fd_token};
@@ -108,7 +108,7 @@ impl Uring {
     ///
     /// # Errors
     /// `EPERM` or `ENOSYS` where io_uring is forbidden or missing, also if a ring may be made and not be
-    /// used (seccomp on io_uring_enter(2)), `ENOMEM` where the user's limit
+    /// used (seccomp on io_uring_enter(2) or io_uring_register(2)), `ENOMEM` where the user's limit
     /// on locked memory (`ulimit -l`) has no room for the smallest ring, `EMFILE` or `ENFILE` when
     /// no descriptor is left. The caller then uses [`crate::AioThreadQueue`]; [`Uring::refusal`]
     /// puts the reason into words.
@@ -116,6 +116,7 @@ impl Uring {
         let set_up = |e: std::io::Error| Error::from_io(&e, Operation::SetUp);
         let (mut ring, mut features) = Self::build().map_err(set_up)?;
         Self::try_out(&mut ring).map_err(set_up)?;
+        Self::try_registration(&ring).map_err(set_up)?;
         let files = RingFiles::new(&ring);
         features.file = files.has_table();
         let buffers = MAX_BUFFERS + RESERVED_BUFFERS;
@@ -163,6 +164,23 @@ impl Uring {
             }
         }
         Ok(())
+    }
+
+    /// Asks which operations there are: a filter of system calls may allow the ring and forbid the call by
+    /// which its files, its buffers and the descriptor for event loops are registered. Linux before 5.6 does
+    /// not know the question (`EINVAL`).
+    fn try_registration(ring: &IoUring) -> std::io::Result<()> {
+        match ring.submitter().register_probe(&mut Probe::new()) {
+            Err(error)
+                if matches!(
+                    error.raw_os_error(),
+                    Some(libc::EPERM | libc::EACCES | libc::ENOSYS)
+                ) =>
+            {
+                Err(error)
+            }
+            _ => Ok(()),
+        }
     }
 
     fn build() -> std::io::Result<(IoUring, RingFeatures)> {
