@@ -24,6 +24,10 @@ use crate::types::request::{ExtentStatus, Flags, Op, Request};
 /// A file or disk with blocking calls: `Send + Sync`, reads and writes at any position and of any length,
 /// whatever the alignment of direct I/O.
 ///
+/// A child process after fork(2) may use a file that its parent has opened, if no other thread of the parent was in a
+/// call to it (C85). A call waits for the device for as long as that takes: requests with
+/// a time are those of [`AsyncFile`](crate::AsyncFile::with_timeout) and of engines.
+///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let dir = tempfile::tempdir()?;

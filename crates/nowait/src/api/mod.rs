@@ -6,5 +6,6 @@ mod process_workers;
 mod oneshot;
 pub(crate) mod file_call;
 mod file_turns;
+mod timed_request;
 pub(crate) mod async_file;
 pub(crate) mod local_file;

@@ -107,6 +107,13 @@ impl<M: BlockMap + ?Sized> JobDevice for BlockingDevice<M> {
 
     fn run(&self, jobs: &mut Vec<WorkerJob>) {
         let disk = &*self.0;
+        jobs.retain(|job| {
+            let stop = job.completions.stop(job.slot).filter(|_| job.task == WorkerTask::Run);
+            if let Some(errno) = stop {
+                job.completions.push(job.slot, -i64::from(errno));
+            }
+            stop.is_none()
+        });
         let joined = jobs.len() > 1 && run_joined(disk, jobs);
         for job in jobs.drain(..) {
             if let Some(result) = job.result_if_flushed() {

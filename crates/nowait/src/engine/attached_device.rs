@@ -59,6 +59,8 @@ pub(crate) struct AttachedDevice<M: BlockMap + ?Sized> {
     counts: [Cell<u64>; COUNTS],
     /// The device as the jobs of workers name it.
     jobs: Arc<dyn JobDevice>,
+    /// Whether its reads may be served from memory.
+    pub(crate) reads_ahead: bool,
 }
 
 impl<M: BlockMap + ?Sized> AttachedDevice<M> {
@@ -83,6 +85,7 @@ impl<M: BlockMap + ?Sized> AttachedDevice<M> {
             disk: disk.clone(),
             end: Cell::new(u64::MAX),
             counts: Default::default(),
+            reads_ahead: disk.read_ahead().is_some(),
             jobs: Arc::new(BlockingDevice(disk)),
         };
         device.set_backing_off(config, false);

@@ -178,6 +178,9 @@ fn try_again<Q: IoQueue, M: BlockMap + ?Sized>(
     let request = requests.slot_mut(slot);
     debug_assert_eq!(request.state, State::Deferred);
     request.set_state(State::Queued);
+    if request.stop.errno().is_some() {
+        return requests.fall_back(slot, -libc::EAGAIN);
+    }
     let io = request.io;
     let device = requests.device_of(slot);
     let lock = device.simple_path.needs_range_lock(io);

@@ -254,7 +254,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
             self.requests.complete(slot, 0);
             return Ok(());
         }
-        if self.read_ahead(device, slot, io, &[one]) {
+        if device.reads_ahead && self.serve_ahead(device, slot, io, &[one]) {
             return Ok(());
         }
         match self.choose_path(device, slot, io, &[one]) {
@@ -352,7 +352,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
             true => iovec::merge(segments, io.range.len, &mut merged),
             false => iovec::slice_segments(segments, 0, io.range.len, |one| merged.push(one)),
         }
-        if self.read_ahead(device, slot, io, &merged) {
+        if device.reads_ahead && self.serve_ahead(device, slot, io, &merged) {
             self.segments = merged;
             return;
         }
@@ -484,6 +484,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
     pub(crate) fn attend<Q: IoQueue>(&mut self, queue: &mut Q) -> Result<(), Error> {
         let Self { requests, merging, deferred, split, .. } = self;
         requests.observe_poll();
+        requests.stop_late();
         requests.take_returned(|device, slot| deferred.on_returned(device, slot));
         loop {
             let mut submitted = merging.retry(requests, queue);

@@ -5,6 +5,7 @@
 #![allow(unsafe_code)]
 
 mod fragment;
+pub(crate) mod deadlines;
 mod slot;
 mod transfer_result;
 pub(crate) mod pool;
@@ -24,6 +25,7 @@ mod vectored;
 mod split_requests;
 mod dispatcher;
 mod served_ahead;
+mod stopped_requests;
 mod submit;
 mod registered;
 pub(crate) mod single_disk;
@@ -37,6 +39,7 @@ use crate::block::device::BlockDevice;
 use crate::blocking::worker_pool::WorkerPool;
 use crate::memory::buffer_pool::{Budget, BufferPool, PooledBuffer};
 use crate::queue::{Interest, IoQueue};
+use crate::threads::fork_mark;
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
@@ -87,7 +90,8 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     /// An engine on `queue` without devices; requests that must wait go to `workers`.
     ///
     /// # Errors
-    /// `EMFILE`, `ENFILE`, `ENOMEM`: the wake-up descriptor could not be made or watched.
+    /// `EMFILE`, `ENFILE`, `ENOMEM`: the wake-up descriptor could not be made or watched. `EOPNOTSUPP` in a
+    /// child process after fork(2), if its parent has made an engine or read ahead.
     pub fn new(queue: Q, workers: WorkerPool, config: Config) -> Result<Self, Error> {
         let budgets = [(); 2].map(|()| Budget::new(config.buffer_bytes));
         Self::with_budgets(queue, workers, config, budgets)
@@ -114,6 +118,10 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         config: Config,
         [buffers, bounce]: [Budget; 2],
     ) -> Result<Self, Error> {
+        if fork_mark::is_child() {
+            return Err(Error::new(libc::EOPNOTSUPP, Operation::SetUp));
+        }
+        fork_mark::set();
         let dispatcher = Dispatcher::new(workers, config, bounce)?;
         queue.events_mut().watch(
             dispatcher.requests().worker_fd(),
@@ -209,7 +217,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         if self.dispatcher.requests().pool().has_done() {
             self.queue.submit()?;
         } else {
-            self.queue.wait(timeout)?;
+            self.queue.wait(self.dispatcher.requests().until_deadline(timeout))?;
         }
         self.reap(watched)
     }

@@ -180,13 +180,29 @@ impl SlotPool {
 
     /// Slots that are not free. It looks at every slot.
     pub(crate) fn slots_in_use(&self) -> impl Iterator<Item = &RequestSlot> {
+        self.numbers_in_use().map(|slot| &self[slot])
+    }
+
+    /// Numbers of the slots that are neither free nor done. It looks at every slot.
+    pub(crate) fn numbers_of_pending(&self) -> impl Iterator<Item = u32> {
+        let mut is_done = vec![false; self.slots.len()];
+        let mut next = self.first_done;
+        while let Some(done) = is_done.get_mut(next as usize) {
+            *done = true;
+            next = if next == self.last_done { NONE } else { self[next].next };
+        }
+        self.numbers_in_use().filter(move |&slot| !is_done[slot as usize])
+    }
+
+    /// Numbers of the slots that are not free. It looks at every slot.
+    fn numbers_in_use(&self) -> impl Iterator<Item = u32> + use<> {
         let mut free = self.free[usize::from(self.reuse)];
         let mut is_free = vec![false; self.slots.len()];
         while let Some(slot) = is_free.get_mut(free as usize) {
             *slot = true;
             free = self.slots[free as usize].next;
         }
-        self.slots.iter().zip(is_free).filter(|(_, free)| !free).map(|(slot, _)| &**slot)
+        (0..).zip(is_free).filter(|(_, free)| !free).map(|(slot, _)| slot)
     }
 
     #[inline]

@@ -18,6 +18,7 @@ use crate::blocking::worker_pool::{WorkerPool, WorkerTask};
 use crate::engine::attached_device::{AttachedDevice, Count};
 use crate::engine::back_off::BackOffs;
 use crate::engine::completion::{Completion, Rejected, Stats};
+use crate::engine::deadlines::Deadlines;
 use crate::engine::device_table::DeviceTable;
 use crate::engine::inline_completion::{NextStep, next_step};
 use crate::engine::pool::SlotPool;
@@ -42,6 +43,7 @@ pub(crate) struct Requests<M: BlockMap + ?Sized> {
     workers: WorkerExchange,
     back_offs: BackOffs,
     syncs: SharedSyncs,
+    deadlines: Deadlines,
     config: Config,
     /// A poll may have more to do than to end requests by their only transfers. Whatever collects work
     /// outside of a poll, or while completions are drained, sets it.
@@ -61,6 +63,7 @@ impl<M: BlockMap + ?Sized> Requests<M> {
             devices: DeviceTable::new(),
             back_offs: BackOffs::new(config.back_off),
             syncs: SharedSyncs::new(),
+            deadlines: Deadlines::default(),
             config,
             attention: false,
         })
@@ -197,6 +200,7 @@ impl<M: BlockMap + ?Sized> Requests<M> {
         self.attention = others
             || self.back_offs.is_counting()
             || self.workers.has_jobs()
+            || !self.deadlines.is_empty()
             || self.devices.has_detached();
     }
 }
@@ -395,8 +399,11 @@ impl<M: BlockMap + ?Sized> Requests<M> {
     /// `EAGAIN` instead (C32).
     pub(crate) fn offload(&mut self, slot: u32, task: WorkerTask) {
         let request = &self.pool[slot];
-        if task == WorkerTask::Run && request.io.flags.contains(Flags::NOWAIT) {
-            return self.complete(slot, -i64::from(libc::EAGAIN));
+        if task == WorkerTask::Run {
+            let refused = request.io.flags.contains(Flags::NOWAIT).then_some(libc::EAGAIN);
+            if let Some(errno) = request.stop.errno().or(refused) {
+                return self.complete(slot, -i64::from(errno));
+            }
         }
         self.enqueue_work(slot, task);
     }
@@ -406,6 +413,19 @@ impl<M: BlockMap + ?Sized> Requests<M> {
         let request = &mut self.pool[slot];
         let jobs = self.devices[request.device()].jobs();
         self.workers.add(slot, request, jobs, task);
+    }
+
+    /// Lets a worker that has not begun with the job of `slot` end it with `errno`.
+    pub(crate) fn stop_job(&self, slot: u32, errno: i32) {
+        self.workers.stop(slot, errno);
+    }
+
+    pub(crate) fn deadlines(&self) -> &Deadlines {
+        &self.deadlines
+    }
+
+    pub(crate) fn deadlines_mut(&mut self) -> &mut Deadlines {
+        &mut self.deadlines
     }
 
     /// Hands the collected requests to the workers.

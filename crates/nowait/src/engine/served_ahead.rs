@@ -13,30 +13,20 @@ use crate::types::iovec::IoSegment;
 use crate::types::request::{Flags, Op, Request};
 
 impl<M: BlockMap + ?Sized> Dispatcher<M> {
-    /// Serves the read `io` in `slot`, if its bytes were read ahead to memory, or hands it to a worker if
-    /// they are being read. False if it needs a transfer.
-    #[inline]
-    pub(crate) fn read_ahead(
-        &mut self,
-        device: &AttachedDevice<M>,
-        slot: u32,
-        io: Request,
-        segments: &[IoSegment],
-    ) -> bool {
-        io.op == Op::Read
-            && device.disk.read_ahead().is_some()
-            && self.serve_ahead(device, slot, io, segments)
-    }
-
+    /// Serves the request `io` in `slot` of a device with read-ahead, if it is a read whose bytes are in
+    /// memory, or hands it to a worker if they are being read. False if it needs a transfer.
+    #[cold]
     #[inline(never)]
-    fn serve_ahead(
+    pub(crate) fn serve_ahead(
         &mut self,
         device: &AttachedDevice<M>,
         slot: u32,
         io: Request,
         segments: &[IoSegment],
     ) -> bool {
-        let Some(ahead) = device.disk.read_ahead() else { return false };
+        let Some(ahead) = device.disk.read_ahead().filter(|_| io.op == Op::Read) else {
+            return false;
+        };
         ahead.note(io.range, device.disk.limit());
         // SAFETY: the memory of a request is valid from its submission on, and is not accessed elsewhere.
         let mut memory = unsafe { ReadCursor::new(segments, 0, io.range.len) };

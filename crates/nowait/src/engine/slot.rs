@@ -30,6 +30,30 @@ pub(crate) enum State {
     Done,
 }
 
+/// Whether a request is to end before all of it is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Stop {
+    No,
+    /// When its time is over, which [`Deadlines`](crate::engine::deadlines::Deadlines) has.
+    Later,
+    /// It was cancelled.
+    Cancelled,
+    /// Its time is over.
+    TimedOut,
+}
+
+impl Stop {
+    /// The errno of a request that is to end now.
+    pub(crate) const fn errno(self) -> Option<i32> {
+        match self {
+            Self::No | Self::Later => None,
+            Self::Cancelled => Some(libc::ECANCELED),
+            Self::TimedOut => Some(libc::ETIMEDOUT),
+        }
+    }
+}
+
 /// The role of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -122,6 +146,8 @@ pub(crate) struct RequestSlot {
     pub(crate) again: bool,
     /// It was deferred before.
     pub(crate) deferred: bool,
+    /// Whether it is to end early.
+    pub(crate) stop: Stop,
     /// Only in debug builds.
     pub(crate) state: State,
     /// Fragments in flight for it.
@@ -161,6 +187,7 @@ impl RequestSlot {
             locked: false,
             again: false,
             deferred: false,
+            stop: Stop::No,
             pending: 0,
             parent: 0,
             merged: 0,
@@ -198,6 +225,7 @@ impl RequestSlot {
         self.locked = false;
         self.again = false;
         self.deferred = false;
+        self.stop = Stop::No;
         self.target = target;
         self.tag = tag;
         self.io = io;

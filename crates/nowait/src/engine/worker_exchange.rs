@@ -55,6 +55,7 @@ impl WorkerExchange {
         task: WorkerTask,
     ) {
         request.set_state(State::Worker);
+        self.completions.set_stop(slot, 0);
         self.jobs.push(WorkerJob {
             task,
             io: request.io,
@@ -66,6 +67,11 @@ impl WorkerExchange {
             completions: self.completions.clone(),
             device,
         });
+    }
+
+    /// Lets a worker that has not begun with the job of `slot` end it with `errno`.
+    pub(crate) fn stop(&self, slot: u32, errno: i32) {
+        self.completions.set_stop(slot, errno.unsigned_abs());
     }
 
     /// Whether a slot waits for [`WorkerExchange::submit`].

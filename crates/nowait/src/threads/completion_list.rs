@@ -68,6 +68,8 @@ impl MpscList {
 /// The list, and a descriptor that wakes its owner thread.
 pub(crate) struct CompletionList {
     list: MpscList,
+    /// The errno with which the work for a slot ends that has not begun; 0 if it is to be done.
+    stops: Box<[AtomicU32]>,
     wake: OwnedFd,
     waker: OwnedFd,
 }
@@ -79,7 +81,8 @@ impl CompletionList {
         // write to it to the eventfd of that ring (`EventSource::fd`).
         let (wake, waker) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)
             .map_err(|e| Error::from_os(e, Operation::SetUp))?;
-        Ok(Self { list: MpscList::new(slots), wake, waker })
+        let stops = (0..slots).map(|_| AtomicU32::new(0)).collect();
+        Ok(Self { list: MpscList::new(slots), stops, wake, waker })
     }
 
     /// Returns `slot` to its owner thread. The caller must not access the slot's data any more.
@@ -87,6 +90,17 @@ impl CompletionList {
         if self.list.push(slot, outcome) {
             self.wake();
         }
+    }
+
+    /// Sets the errno with which work for `slot` ends that has not begun; 0: it is to be done.
+    pub(crate) fn set_stop(&self, slot: u32, errno: u32) {
+        self.stops[slot as usize].store(errno, Ordering::Relaxed);
+    }
+
+    /// The errno with which the work for `slot` is to end instead of being done, if there is one.
+    pub(crate) fn stop(&self, slot: u32) -> Option<i32> {
+        let errno = self.stops[slot as usize].load(Ordering::Relaxed);
+        (errno != 0).then_some(errno.cast_signed())
     }
 
     /// Makes the descriptor readable.

@@ -116,7 +116,7 @@ fn use_files(call: libc::c_long, errno: i32) {
         }
     }
     assert_eq!(file.flush(), Ok(()), "{what}");
-    assert_eq!(file.metadata().unwrap().len(), expected.len() as u64, "{what}");
+    assert_eq!(file.size(), expected.len() as u64, "{what}");
 }
 
 /// The calls without which a ring is of no use, whatever of it is allowed.

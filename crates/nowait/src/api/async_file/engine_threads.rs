@@ -14,6 +14,7 @@ use crate::block::device::BlockDevice;
 use crate::blocking::worker_pool::WorkerPool;
 use crate::queue::IoQueue;
 use crate::queue::auto::QueueKind;
+use crate::threads::fork_mark;
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
 
@@ -26,6 +27,9 @@ const MOST_THREADS: usize = 4;
 /// # Errors
 /// As [`start`], if there is no thread yet.
 pub(crate) fn open(disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<(Arc<Channel>, u32), Error> {
+    if fork_mark::is_child() {
+        return Err(Error::new(libc::EOPNOTSUPP, Operation::SetUp));
+    }
     static THREADS: Mutex<Vec<Weak<Channel>>> = Mutex::new(Vec::new());
     let mut threads = THREADS.lock().unwrap_or_else(PoisonError::into_inner);
     let mut error = Error::new(libc::EIO, Operation::SetUp);

@@ -15,8 +15,10 @@ use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use crate::api::oneshot::{Receiver, oneshot};
+use crate::api::timed_request::TimedRequest;
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
 use crate::blocking::worker_pool::WorkerPool;
@@ -57,7 +59,7 @@ use channel::{Answer, AsyncRequest, Channel};
 /// waits for room before it is sent, or fails with `EAGAIN` under [`Flags::NOWAIT`] (C32).
 ///
 /// A child process after fork(2) uses no file that its parent has opened: the threads are the
-/// parent's.
+/// parent's. Opening one fails there, if the parent has made an engine or read ahead (`EOPNOTSUPP`, C85).
 ///
 /// ```
 /// # use std::{pin::pin, sync::Arc, task::{Context, Poll, Wake, Waker}, thread};
@@ -96,6 +98,7 @@ pub struct AsyncFile {
     shared: Arc<AsyncFileInner>,
     /// Of each read and write of this handle, beside its own.
     flags: Flags,
+    timeout: Option<Duration>,
 }
 
 /// The state that the clones share. The driver holds only the channel, and closes the file when this
@@ -169,7 +172,7 @@ impl AsyncFile {
 
     fn with(channel: Arc<Channel>, number: u32, disk: Arc<BlockDevice<dyn BlockMap>>) -> Self {
         let shared = Arc::new(AsyncFileInner { channel, number, disk });
-        Self { shared, flags: Flags::NONE }
+        Self { shared, flags: Flags::NONE, timeout: None }
     }
 
     /// Bytes of the file at present, as [`BlockDevice::size`].
@@ -183,6 +186,15 @@ impl AsyncFile {
     #[must_use]
     pub fn with_flags(self, flags: Flags) -> Self {
         Self { flags: self.flags | flags, ..self }
+    }
+
+    /// The same file; each read, write, flush, discard and zeroing by this handle that has not ended `timeout` after
+    /// its first poll ends with `ETIMEDOUT`, and gives back an empty buffer: the request goes on as if its future had
+    /// been dropped, so that a write may or may not be done, and its memory is freed when the kernel has left it
+    /// (C84).
+    #[must_use]
+    pub fn with_timeout(self, timeout: Duration) -> Self {
+        Self { timeout: Some(timeout), ..self }
     }
 
     /// Reads into `buffer` from byte `pos` on. The result is the bytes read: fewer than
@@ -265,14 +277,21 @@ impl AsyncFile {
         async move { request.await.0.map(|_| ()) }
     }
 
-    fn request(&self, op: Op, flags: Flags, range: ByteRange, buffer: IoBuffer) -> RequestFuture {
+    fn request(
+        &self,
+        op: Op,
+        flags: Flags,
+        range: ByteRange,
+        buffer: IoBuffer,
+    ) -> TimedRequest<RequestFuture> {
         let (sender, receiver) = oneshot();
         let request = AsyncRequest { io: Request { op, flags, range }, buffer, sender };
-        RequestFuture {
+        let future = RequestFuture {
             unsent: Some(PendingSubmit { request, file: self.clone() }),
             waiter_id: None,
             receiver,
-        }
+        };
+        TimedRequest::new(future, self.timeout)
     }
 }
 
@@ -333,5 +352,5 @@ const _: () = {
     is_send_and_sync::<AsyncFile>();
     is_send_and_sync::<IoBuffer>();
     const fn is_send<T: Send>() {}
-    is_send::<RequestFuture>();
+    is_send::<TimedRequest<RequestFuture>>();
 };

@@ -21,7 +21,9 @@ use std::future::Future;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
+use crate::api::timed_request::TimedRequest;
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
 use crate::blocking::worker_pool::WorkerPool;
@@ -61,7 +63,8 @@ use shared_engine::SharedEngine;
 /// of these files ends with its error; a request that was in flight then gives back an empty buffer, as
 /// its memory is leaked. A file that is opened later has a new engine.
 ///
-/// A child process after fork(2) uses no file that its parent has opened: the ring is the parent's.
+/// A child process after fork(2) uses no file that its parent has opened: the ring is the parent's. Opening one
+/// fails there, if the parent has made an engine or read ahead (`EOPNOTSUPP`, C85).
 ///
 /// ```
 /// # fn main() -> Result<(), nowait::Error> {
@@ -88,6 +91,7 @@ pub struct LocalAsyncFile {
     state: Rc<FileState>,
     /// Of each read and write of this handle, beside its own.
     flags: Flags,
+    timeout: Option<Duration>,
 }
 
 impl LocalAsyncFile {
@@ -137,7 +141,8 @@ impl LocalAsyncFile {
 
     fn on(engine: Rc<SharedEngine>, disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<Self, Error> {
         let number = engine.requests.borrow_mut().open(disk.clone())?;
-        Ok(Self { state: Rc::new(FileState { engine, number, disk }), flags: Flags::NONE })
+        let state = Rc::new(FileState { engine, number, disk });
+        Ok(Self { state, flags: Flags::NONE, timeout: None })
     }
 
     /// Bytes of the file at present, as [`BlockDevice::size`].
@@ -151,6 +156,15 @@ impl LocalAsyncFile {
     #[must_use]
     pub fn with_flags(self, flags: Flags) -> Self {
         Self { flags: self.flags | flags, ..self }
+    }
+
+    /// The same file; each read, write, flush, discard and zeroing by this handle that has not ended `timeout` after
+    /// its first poll ends with `ETIMEDOUT`, and gives back an empty buffer: the request goes on as if its future had
+    /// been dropped, so that a write may or may not be done, and its memory is freed when the kernel has left it
+    /// (C84).
+    #[must_use]
+    pub fn with_timeout(self, timeout: Duration) -> Self {
+        Self { timeout: Some(timeout), ..self }
     }
 
     /// Reads into `buffer` from byte `pos` on. The result is the bytes read: fewer than
@@ -230,8 +244,15 @@ impl LocalAsyncFile {
         async move { request.await.0.map(|_| ()) }
     }
 
-    fn request(&self, op: Op, flags: Flags, range: ByteRange, buffer: IoBuffer) -> RequestFuture {
-        RequestFuture::new(self.state.clone(), Request { op, flags, range }, buffer)
+    fn request(
+        &self,
+        op: Op,
+        flags: Flags,
+        range: ByteRange,
+        buffer: IoBuffer,
+    ) -> TimedRequest<RequestFuture> {
+        let request = Request { op, flags, range };
+        TimedRequest::new(RequestFuture::new(self.state.clone(), request, buffer), self.timeout)
     }
 }
 

@@ -12,6 +12,7 @@ use crate::api::process_workers::process_workers;
 use crate::block::block_map::BlockMap;
 use crate::engine::Engine;
 use crate::queue::auto::QueueKind;
+use crate::threads::fork_mark;
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
 
@@ -48,7 +49,9 @@ pub(crate) fn register(engine: Box<dyn LocalEngine>) -> Result<Rc<SharedEngine>,
 /// `EMFILE`, `ENFILE`, `ENOMEM`: a descriptor could not be made. `ECANCELED`: the thread is ending.
 pub(crate) fn shared() -> Result<Rc<SharedEngine>, Error> {
     let shared = ENGINES.try_with(|engines| engines.borrow().shared.upgrade()).ok().flatten();
-    if let Some(engine) = shared.filter(|engine| !engine.has_failed()) {
+    // The engine of a parent process is not this one's; a new one is refused, too.
+    let own = shared.filter(|engine| !engine.has_failed() && !fork_mark::is_child());
+    if let Some(engine) = own {
         return Ok(engine);
     }
     let config = Config::default();

@@ -1,0 +1,268 @@
+//! Requests that are cancelled or late, on each queue: each completes once, and no memory is freed early (C84).
+#![allow(unsafe_code)]
+
+use std::future::Future;
+use std::os::fd::BorrowedFd;
+use std::pin::pin;
+use std::sync::{Arc, Condvar, Mutex};
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use nowait::{
+    AsyncFile, BlockDevice, ByteRange, Config, Engine, Error, ExtentStatus, Flags, IoBuffer,
+    LinearMap, LocalAsyncFile, LocalDriver, Op, OpenOptions, Request, Storage, StorageProperties,
+    WorkerPool,
+};
+use nowait_testkit::{TestQueueKind, WaitForRequests};
+use std::io::{IoSlice, IoSliceMut};
+
+const BLOCK: usize = 4096;
+
+/// Whether calls to a storage return.
+#[derive(Default)]
+struct Gate {
+    is_open: Mutex<bool>,
+    opened: Condvar,
+    /// Calls that have begun.
+    begun: std::sync::atomic::AtomicUsize,
+}
+
+impl Gate {
+    fn pass(&self) {
+        self.begun.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+        let mut is_open = self.is_open.lock().unwrap();
+        while !*is_open {
+            is_open = self.opened.wait(is_open).unwrap();
+        }
+    }
+
+    fn open(&self) {
+        *self.is_open.lock().unwrap() = true;
+        self.opened.notify_all();
+    }
+
+    fn begun(&self) -> usize {
+        self.begun.load(std::sync::atomic::Ordering::SeqCst)
+    }
+}
+
+/// A disk of ones whose calls wait at a gate, and whose transfers workers make.
+struct Gated(Arc<Gate>);
+
+impl Storage for Gated {
+    fn properties(&self) -> StorageProperties {
+        StorageProperties {
+            align: nowait::Alignment::NONE,
+            read_only: false,
+            nowait: false,
+            punch_hole: false,
+            device: false,
+            zeroing_block: 1,
+            shares_syncs: true,
+        }
+    }
+
+    fn size(&self) -> Result<u64, Error> {
+        Ok(1 << 20)
+    }
+
+    fn read(&self, bufs: &mut [IoSliceMut<'_>], _pos: u64) -> Result<usize, Error> {
+        self.0.pass();
+        bufs.iter_mut().for_each(|buf| buf.fill(1));
+        Ok(bufs.iter().map(|buf| buf.len()).sum())
+    }
+
+    fn write(&self, bufs: &[IoSlice<'_>], _pos: u64, _flags: Flags) -> Result<usize, Error> {
+        self.0.pass();
+        Ok(bufs.iter().map(|buf| buf.len()).sum())
+    }
+
+    fn sync(&self) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn punch(&self, _range: ByteRange) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn zero(&self, _range: ByteRange) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn set_len(&self, _bytes: u64) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn extents(
+        &self,
+        range: ByteRange,
+        _limit: usize,
+        extents: &mut Vec<ExtentStatus>,
+    ) -> Result<(), Error> {
+        extents.push(ExtentStatus::top(range.len, false));
+        Ok(())
+    }
+
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+fn gated(gate: &Arc<Gate>) -> Arc<BlockDevice<LinearMap>> {
+    let storage: Arc<dyn Storage> = Arc::new(Gated(gate.clone()));
+    Arc::new(BlockDevice::mapped(storage, Vec::new(), 1 << 20, false, LinearMap))
+}
+
+fn io(op: Op, n: u64) -> Request {
+    Request { op, flags: Flags::NONE, range: ByteRange::new(2 * n * BLOCK as u64, BLOCK as u64) }
+}
+
+fn file_of_ones() -> tempfile::NamedTempFile {
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    std::fs::write(file.path(), vec![1; 1 << 20]).unwrap();
+    file
+}
+
+/// The worker has one thread, which hangs at the gate: the requests behind it have not begun.
+#[test]
+fn c84_requests_that_wait_for_a_worker_end_when_they_are_cancelled_or_late() {
+    let config = Config { slots: 64, nowait_first: false, merge: false, ..Config::default() };
+    let gate = Arc::new(Gate::default());
+    let queue = TestQueueKind::Null.queue(config.slots).unwrap();
+    let mut engine = Engine::new(queue, WorkerPool::new(1), config).unwrap();
+    let disk = engine.attach(gated(&gate)).unwrap();
+    for n in 0..8 {
+        let op = if n % 2 == 0 { Op::Write } else { Op::Read };
+        let buf = engine.buffer(&disk, io(op, n).range).unwrap();
+        assert!(engine.submit(&disk, io(op, n), buf, n).is_ok());
+    }
+    engine.poll().unwrap();
+    nowait_testkit::wait_until("the first one has begun", || gate.begun() == 1);
+    assert_eq!(engine.cancel(&disk, 3), 1);
+    assert_eq!(engine.cancel(&disk, 99), 0);
+    let deadline = Instant::now() + Duration::from_millis(1);
+    assert_eq!(engine.set_deadline(&disk, 5, deadline + Duration::from_secs(3600)), 1);
+    assert_eq!(engine.set_deadline(&disk, 5, deadline), 1, "it replaces the first one");
+    assert_eq!(engine.set_deadline(&disk, 6, deadline + Duration::from_secs(3600)), 1);
+    // The first one has begun: it ends with its result.
+    assert_eq!(engine.cancel(&disk, 0), 1);
+    while Instant::now() <= deadline {
+        engine.wait(None, &mut |_, _| {}).unwrap();
+    }
+    engine.poll().unwrap();
+    assert!(engine.next().is_none(), "a worker has each of them");
+    gate.open();
+    let mut results: Vec<_> = engine
+        .finish()
+        .into_iter()
+        .map(|done| (done.tag, done.result().map_err(|it| it.errno())))
+        .collect();
+    results.sort_unstable();
+    let expected = (0..8).map(|n| match n {
+        3 => (n, Err(libc::ECANCELED)),
+        5 => (n, Err(libc::ETIMEDOUT)),
+        _ => (n, Ok(BLOCK as u64)),
+    });
+    assert_eq!(results, expected.collect::<Vec<_>>());
+    assert_eq!(gate.begun(), 6, "two were not done");
+}
+
+#[test]
+fn c84_a_request_that_the_device_has_completes_once_with_its_result_or_as_cancelled() {
+    let file = file_of_ones();
+    for kind in TestQueueKind::REAL {
+        let config = Config { slots: 64, ..Config::default() };
+        let Some(queue) = kind.queue(config.slots) else { continue };
+        let disk = BlockDevice::open(file.path(), OpenOptions::new()).unwrap();
+        let mut engine = Engine::new(queue, WorkerPool::new(2), config).unwrap();
+        let disk = engine.attach(Arc::new(disk)).unwrap();
+        for round in 0..50 {
+            for n in 0..16 {
+                let op = if n % 4 == 0 { Op::Write } else { Op::Read };
+                let mut buf = engine.buffer(&disk, io(op, n).range).unwrap();
+                buf.fill(1);
+                assert!(engine.submit(&disk, io(op, n), buf, n).is_ok(), "{kind:?}");
+            }
+            if round % 2 == 0 {
+                engine.poll().unwrap();
+            }
+            for n in 0..16 {
+                match n % 3 {
+                    0 => assert!(engine.cancel(&disk, n) <= 1),
+                    1 => assert!(engine.set_deadline(&disk, n, Instant::now()) <= 1),
+                    _ => {}
+                }
+            }
+            let mut tags: Vec<_> = Vec::new();
+            for done in engine.finish() {
+                let errno = done.result().map_err(|error| error.errno());
+                let expected = [Ok(BLOCK as u64), Err(libc::ECANCELED), Err(libc::ETIMEDOUT)];
+                assert!(expected.contains(&errno), "{kind:?} {errno:?}");
+                assert!(done.tag % 3 != 2 || errno == expected[0], "{kind:?}: not stopped");
+                if done.io.op == Op::Read && errno.is_ok() {
+                    assert!(done.buf.expect("its buffer")[..BLOCK].iter().all(|byte| *byte == 1));
+                }
+                tags.push(done.tag);
+            }
+            tags.sort_unstable();
+            assert!(tags.into_iter().eq(0..16), "{kind:?}");
+        }
+    }
+}
+
+/// A future's time is over although the device does not answer; the memory is used later.
+#[test]
+fn c84_a_future_whose_time_is_over_ends_and_its_request_goes_on() {
+    let config = Config { slots: 64, nowait_first: false, ..Config::default() };
+    let driver = LocalDriver::new().unwrap();
+    for local in [true, false] {
+        let gate = Arc::new(Gate::default());
+        let (disk, workers) = (gated(&gate), WorkerPool::new(2));
+        let time = Duration::from_millis(2);
+        let buffer = || IoBuffer::zeroed(BLOCK).unwrap();
+        let late = |(done, buffer): (Result<usize, Error>, IoBuffer)| {
+            assert_eq!(done.map_err(|error| error.errno()), Err(libc::ETIMEDOUT), "{local}");
+            assert!(buffer.is_empty(), "the engine has it");
+        };
+        if local {
+            let queue = TestQueueKind::Null.queue(config.slots).unwrap();
+            let file = LocalAsyncFile::with_queue(disk, workers, queue, config).unwrap();
+            let timed = file.clone().with_timeout(time);
+            late(driver.block_on(timed.write_at(buffer(), 0, Flags::NONE)));
+            late(driver.block_on(timed.read_at(buffer(), 0)));
+            gate.open();
+            assert_eq!(driver.block_on(file.read_at(buffer(), 0)).0, Ok(BLOCK));
+            let long = file.with_timeout(Duration::from_secs(3600));
+            assert_eq!(driver.block_on(long.read_at(buffer(), 0)).0, Ok(BLOCK));
+        } else {
+            let make = move || TestQueueKind::Null.try_queue(config.slots);
+            let file = AsyncFile::with_queue(disk, workers, config, make).unwrap();
+            let timed = file.clone().with_timeout(time);
+            late(driver.block_on(timed.write_at(buffer(), 0, Flags::NONE)));
+            late(driver.block_on(timed.read_at(buffer(), 0)));
+            gate.open();
+            assert_eq!(driver.block_on(file.read_at(buffer(), 0)).0, Ok(BLOCK));
+            let long = file.with_timeout(Duration::MAX);
+            assert_eq!(driver.block_on(long.read_at(buffer(), 0)).0, Ok(BLOCK));
+        }
+        nowait_testkit::wait_until("the late ones are done", || gate.begun() >= 4);
+    }
+}
+
+#[test]
+fn c84_a_future_that_is_dropped_frees_its_memory_only_when_the_request_has_ended() {
+    let config = Config { slots: 64, nowait_first: false, ..Config::default() };
+    let gate = Arc::new(Gate::default());
+    let make = move || TestQueueKind::Null.try_queue(config.slots);
+    let file = AsyncFile::with_queue(gated(&gate), WorkerPool::new(2), config, make).unwrap();
+    {
+        let mut read = pin!(file.read_at(IoBuffer::zeroed(BLOCK).unwrap(), 0));
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(matches!(read.as_mut().poll(&mut context), Poll::Pending));
+        nowait_testkit::wait_until("it has begun", || gate.begun() == 1);
+    }
+    // The worker still writes to the memory of the read; a freed one is found by the sanitizers.
+    gate.open();
+    let driver = LocalDriver::new().unwrap();
+    assert_eq!(driver.block_on(file.read_at(IoBuffer::zeroed(BLOCK).unwrap(), 0)).0, Ok(BLOCK));
+}
