@@ -15,6 +15,18 @@ pub struct BitmapInfo {
     pub enabled: bool,
     /// Bytes of the disk that are dirty.
     pub dirty_bytes: u64,
+    /// Whether it is stored in the image, and there again when that is served the next time.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub persistent: bool,
+    /// Whether its bits are lost, because a program that had the image open has not stored them: it can only be removed.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub inconsistent: bool,
+}
+
+/// Whether `flag` is what it is without a word.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+fn is_false(flag: &bool) -> bool {
+    !*flag
 }
 
 /// A bitmap to add (`POST /v1/exports/NAME/bitmaps`).
@@ -29,6 +41,9 @@ pub struct AddBitmap {
     /// Whether changes are marked from now on; true without it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub enabled: Option<bool>,
+    /// Whether it is stored in the image; without it, where the image can store bitmaps.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub persistent: Option<bool>,
 }
 
 /// Changes of a bitmap (`PATCH /v1/exports/NAME/bitmaps/BITMAP`).

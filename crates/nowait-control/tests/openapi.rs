@@ -221,9 +221,11 @@ fn backup_schemas() -> [(&'static str, BTreeSet<String>); 3] {
 
 /// The schemas of dirty bitmaps and their fields.
 fn bitmap_schemas() -> [(&'static str, BTreeSet<String>); 4] {
-    let add = AddBitmap { granularity_bytes: Some(1), enabled: Some(true), ..AddBitmap::default() };
+    let (granularity_bytes, enabled, persistent) = (Some(1), Some(true), Some(true));
+    let add = AddBitmap { granularity_bytes, enabled, persistent, ..AddBitmap::default() };
+    let info = BitmapInfo { persistent: true, inconsistent: true, ..BitmapInfo::default() };
     [
-        ("Bitmap", fields(&BitmapInfo::default())),
+        ("Bitmap", fields(&info)),
         ("AddBitmap", fields(&add)),
         ("PatchBitmap", fields(&PatchBitmap { enabled: Some(true) })),
         ("MergeBitmaps", fields(&MergeBitmaps::default())),

@@ -23,6 +23,7 @@ use crate::formats::signature::{Signature, mark_raw};
 use crate::formats::table::DRIVERS;
 use crate::image_file::{FileId, ImageFile};
 use crate::lock::LockError;
+use crate::qcow2_disk::bitmap_store::BitmapStore;
 use crate::qcow2_disk::{self, OpenImage, Qcow2Map, ServeOptions};
 use crate::read_only_disk::{self, ReadOnlyMap};
 use crate::warning::Warning;
@@ -75,6 +76,9 @@ pub fn open_storage(
 fn of_chain(chain: Chain, options: &ChainOptions) -> Result<Image, ImageError> {
     let path = chain.top().file.path().to_owned();
     let mut warnings = chain.warnings().to_vec();
+    if chain.top().header().is_some_and(|header| header.has_stale_bitmaps) {
+        warnings.push(Warning::StaleBitmaps(path.clone()));
+    }
     let ChainOptions { writable, direct, cache_holes, .. } = *options;
     let serve = ServeOptions { writable, direct, cache_holes };
     let content = match chain.top() {
@@ -201,17 +205,68 @@ impl Image {
         Some((device, inode))
     }
 
-    /// The persistent dirty bitmaps that a qcow2 image has itself, with their bits. What is written to the image is in
-    /// none of them: one with bitmaps is opened for reading only.
+    /// The persistent dirty bitmaps that a qcow2 image has itself, of one that is only read with the bits of those that
+    /// are usable. For one that is written to see [`Image::bitmap_store`].
     ///
     /// # Errors
     /// `EINVAL`: the list of bitmaps is damaged. Those of pread(2).
-    pub fn stored_bitmaps(&self) -> Result<Vec<(Bitmap, StoredBits)>, ImageError> {
+    pub fn stored_bitmaps(&self) -> Result<Vec<(Bitmap, Option<StoredBits>)>, ImageError> {
+        if let Some(store) = self.bitmap_store() {
+            let with_bits = |bitmap: Bitmap| {
+                let bits = store.stored_bits(&bitmap.name);
+                (bitmap, bits)
+            };
+            return Ok(store.bitmaps().into_iter().map(with_bits).collect());
+        }
         let top = self.top();
         let Some(header) = top.content::<Header>() else { return Ok(Vec::new()) };
         let all = Bitmap::with_entries(&top.file, header)?;
         let bits = |entry: &Entry| StoredBits::new(&top.file, header, entry);
-        Ok(all.into_iter().map(|(entry, bitmap)| (bitmap, bits(&entry))).collect())
+        let with_bits = |(entry, bitmap): (Entry, Bitmap)| {
+            let bits = bitmap.is_usable().then(|| bits(&entry));
+            (bitmap, bits)
+        };
+        Ok(all.into_iter().map(with_bits).collect())
+    }
+
+    /// The persistent dirty bitmaps of a qcow2 image that is written to, if it has any.
+    #[must_use]
+    pub fn bitmap_store(&self) -> Option<&Arc<BitmapStore>> {
+        match &self.content {
+            Content::Qcow2 { open_image, .. } => open_image.bitmaps(),
+            Content::Raw { .. } | Content::ReadOnly { .. } => None,
+        }
+    }
+
+    /// Whether bitmaps can be added to the image, as it is open now.
+    #[must_use]
+    pub fn can_store_bitmaps(&self) -> bool {
+        let header = self.top().header();
+        !self.is_read_only() && !self.is_remote() && header.is_some_and(|it| it.version >= 3)
+    }
+
+    /// Stores the bits of its bitmaps, after which any program may write to it. No request is in flight.
+    ///
+    /// # Errors
+    /// As [`BitmapStore::release`].
+    pub fn release_bitmaps(&self) -> Result<(), Error> {
+        self.bitmap_store().map_or(Ok(()), |store| store.release())
+    }
+
+    /// Requests follow after [`Image::release_bitmaps`].
+    ///
+    /// # Errors
+    /// As [`BitmapStore::take_up`].
+    pub fn take_up_bitmaps(&self) -> Result<(), Error> {
+        self.bitmap_store().map_or(Ok(()), |store| store.take_up())
+    }
+
+    /// Stores its bitmaps after they were changed in memory by another than a write. No request is in flight.
+    ///
+    /// # Errors
+    /// As [`BitmapStore::store`].
+    pub fn store_bitmaps(&self) -> Result<(), Error> {
+        self.bitmap_store().map_or(Ok(()), |store| store.store())
     }
 
     fn top(&self) -> &Layer {

@@ -25,12 +25,14 @@ pub enum ImageBug {
     FlushBesideAnother,
     /// A cluster with a refcount of 0 is allocated although it is in use.
     ForgetOverlapCheck,
+    /// The bits of a write are not on storage before its data.
+    BitAfterWrite,
 }
 
 #[cfg(feature = "sim")]
 impl ImageBug {
     /// All bugs.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::ForgetTail,
         Self::ReadBelowElsewhere,
         Self::ForgetOrder,
@@ -40,6 +42,7 @@ impl ImageBug {
         Self::ForgetFailure,
         Self::FlushBesideAnother,
         Self::ForgetOverlapCheck,
+        Self::BitAfterWrite,
     ];
 }
 

@@ -56,6 +56,7 @@ pub use image_file::{ImageFile, NO_MEDIUM};
 pub use injected_bug::{ImageBug, inject};
 pub use mounts::in_use;
 pub use named_storages::NamedStorages;
-pub use offline::{check, commit, create, map, repair, resize};
+pub use offline::{bitmap_changes, check, commit, create, map, repair, resize};
+pub use qcow2_disk::bitmap_store::{BitmapBits, BitmapStore};
 pub use snapshot_name::{file_in, snapshot_in};
 pub use warning::Warning;

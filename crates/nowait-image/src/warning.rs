@@ -23,6 +23,8 @@ pub enum Warning {
     BeginsLike(PathBuf, Signature),
     /// Its bytes go through the page cache, although direct I/O is preferred.
     PageCache(PathBuf),
+    /// A program that does not know dirty bitmaps has written to it, which makes those that it has invalid.
+    StaleBitmaps(PathBuf),
 }
 
 impl fmt::Display for Warning {
@@ -59,6 +61,11 @@ impl fmt::Display for Warning {
             Self::PageCache(path) => {
                 write!(f, "{}: no direct I/O here, going through the page cache", path.display())
             }
+            Self::StaleBitmaps(path) => write!(
+                f,
+                "{}: its dirty bitmaps are not used: another program has written to it without them",
+                path.display()
+            ),
         }
     }
 }

@@ -40,7 +40,8 @@ impl AnyExport {
     #[must_use]
     pub fn of_image(image: &Image, options: ExportOptions) -> Self {
         let export = Export::new(image.device(), options.name, options.description)
-            .with_block_size(options.block_size);
+            .with_block_size(options.block_size)
+            .with_bitmap_store(image.bitmap_store().cloned());
         Self::new(match options.when_a_flush_fails {
             Some(callback) => export.when_a_flush_fails(callback),
             None => export,
@@ -87,7 +88,9 @@ impl AnyExport {
         spec: &BitmapSpec,
         content: &mut dyn Read,
     ) -> Result<(), RestoreError> {
-        self.bitmaps.restore(spec, Some(content), self.export.disk().size())
+        let restored = self.bitmaps.restore(spec, Some(content), self.export.disk().size());
+        self.bitmaps.attach(self.export.bitmap_store());
+        restored
     }
 
     /// This export as the local block device `device`, too, whose queues the threads of the server serve.

@@ -11,6 +11,7 @@ use std::time::Duration;
 use nowait::{
     BlockDevice, BlockMap, BlockingFile, ByteRange, Completion, Error, Flags, Op, Request,
 };
+use nowait_image::BitmapStore;
 
 use crate::block_size::BlockSize;
 use crate::export_error::ExportError;
@@ -45,6 +46,8 @@ pub struct Export {
     block_size: Option<BlockSize>,
     /// Changes are refused although the image could be written to.
     write_protected: AtomicBool,
+    /// The bitmaps that are stored in the image.
+    bitmap_store: Option<Arc<BitmapStore>>,
 }
 
 impl Export {
@@ -52,13 +55,25 @@ impl Export {
     #[must_use]
     pub fn new(disk: Arc<BlockDevice<dyn BlockMap>>, name: String, description: String) -> Self {
         let (faults, write_protected) = (Arc::default(), AtomicBool::new(false));
-        Self { disk, name, description, faults, block_size: None, write_protected }
+        let bitmap_store = None;
+        Self { disk, name, description, faults, block_size: None, write_protected, bitmap_store }
     }
 
     /// This export, but one whose clients read and write whole blocks of `block_size` only, if it is given.
     #[must_use]
     pub fn with_block_size(self, block_size: Option<BlockSize>) -> Self {
         Self { block_size, ..self }
+    }
+
+    /// This export, but one whose image keeps those of its bitmaps that are in `store`.
+    #[must_use]
+    pub fn with_bitmap_store(self, bitmap_store: Option<Arc<BitmapStore>>) -> Self {
+        Self { bitmap_store, ..self }
+    }
+
+    /// The bitmaps that are stored in the image, if it is written to and has any.
+    pub(crate) fn bitmap_store(&self) -> Option<&Arc<BitmapStore>> {
+        self.bitmap_store.as_ref()
     }
 
     /// This export, but one that calls `callback` when a flush has failed after which every later one
@@ -71,7 +86,8 @@ impl Export {
     /// The same export of `disk`, which has the same bytes. Changes of it are allowed.
     pub(crate) fn on_disk(&self, disk: Arc<BlockDevice<dyn BlockMap>>) -> Self {
         let export = Self::new(disk, self.name.clone(), self.description.clone());
-        Self { faults: self.faults.clone(), block_size: self.block_size, ..export }
+        let (faults, bitmap_store) = (self.faults.clone(), self.bitmap_store.clone());
+        Self { faults, block_size: self.block_size, bitmap_store, ..export }
     }
 
     /// Logs that `io` has failed with `errno`.

@@ -87,6 +87,7 @@ impl SharedExport {
             let _ = export.set_read_only(true);
         }
         self.bitmaps.truncate(export.disk().size());
+        self.bitmaps.attach(export.bitmap_store());
         export.disk().set_weight(self.weight());
         *current = export;
     }

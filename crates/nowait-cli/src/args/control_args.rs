@@ -318,9 +318,10 @@ pub(crate) enum ExportAction {
 /// Note what is changed on an export, and since when
 ///
 /// A dirty bitmap has a bit for each piece of a disk, which is set when a client changes something in
-/// it. NBD clients read it as the context qemu:dirty-bitmap:NAME. It is in memory, and stays when the
-/// disk is resized, when a snapshot is taken and when another program takes over by 'nowait upgrade';
-/// it is lost when the server ends. docs/backup.md has examples.
+/// it. NBD clients read it as the context qemu:dirty-bitmap:NAME. It stays when the disk is resized, when
+/// a snapshot is taken and when another program takes over by 'nowait upgrade'. In a qcow2 image it is
+/// stored, and there again at the next start; of other images it is lost when the server ends.
+/// docs/backup.md has examples.
 #[derive(Debug, Args)]
 pub(crate) struct BitmapCommand {
     #[command(subcommand)]
@@ -354,6 +355,9 @@ pub(crate) enum BitmapAction {
         /// Note nothing before 'enable'
         #[arg(long)]
         disabled: bool,
+        /// Keep it in memory only; without this it is stored in the image, if that is qcow2 and written to
+        #[arg(long)]
+        temporary: bool,
         #[command(flatten)]
         server: ServerArgs,
     },

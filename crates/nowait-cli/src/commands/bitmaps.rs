@@ -15,11 +15,12 @@ use nowait_daemon::size::short;
 /// No server or more than one runs, or it has refused.
 pub(crate) fn run(command: &BitmapCommand) -> Result<(), CliError> {
     match &command.action {
-        BitmapAction::Add { export, bitmap, granularity, disabled, server } => {
+        BitmapAction::Add { export, bitmap, granularity, disabled, temporary, server } => {
             let added = AddBitmap {
                 name: bitmap.clone(),
                 granularity_bytes: *granularity,
                 enabled: disabled.then_some(false),
+                persistent: temporary.then_some(false),
             };
             tell_or_print(server, |client| client.add_bitmap(export, &added))
         }
@@ -58,13 +59,18 @@ fn tell_or_print(
 fn table(bitmaps: &[BitmapInfo]) -> String {
     let line = |bitmap: &BitmapInfo| {
         format!(
-            "  {:<24} {:>11} {:>10} {}\n",
+            "  {:<24} {:>11} {:>10} {:<7} {}\n",
             plain(&bitmap.name),
             short(bitmap.granularity_bytes),
             short(bitmap.dirty_bytes),
             if bitmap.enabled { "yes" } else { "no" },
+            match bitmap {
+                BitmapInfo { inconsistent: true, .. } => "yes, inconsistent",
+                BitmapInfo { persistent: true, .. } => "yes",
+                _ => "no",
+            },
         )
     };
-    let head = "  bitmap                   granularity      dirty enabled\n";
+    let head = "  bitmap                   granularity      dirty enabled stored\n";
     std::iter::once(head.to_owned()).chain(bitmaps.iter().map(line)).collect()
 }

@@ -52,8 +52,8 @@ fn bitmaps_are_added_listed_cleared_merged_disabled_and_removed_by_commands() {
     assert_eq!(listed(&it), json!(all));
     let said = it.nowait(&["export", "bitmap", "list", ""]).succeeds();
     let lines: Vec<Vec<_>> = said.lines().map(|line| line.split_whitespace().collect()).collect();
-    assert_eq!(lines[0], ["bitmap", "granularity", "dirty", "enabled"]);
-    assert_eq!(lines[1], ["a", "64", "KiB", "192", "KiB", "no"]);
+    assert_eq!(lines[0], ["bitmap", "granularity", "dirty", "enabled", "stored"]);
+    assert_eq!(lines[1], ["a", "64", "KiB", "192", "KiB", "no", "no"]);
     change(&it, "merge", &["a", "b"]);
     assert_eq!(listed(&it)[0], bitmap("a", USUAL, false, 4 * USUAL));
     change(&it, "clear", &["a"]);

@@ -38,6 +38,7 @@ mod control_top;
 mod create_resize_commit;
 mod daemon;
 mod dirty_bitmaps;
+mod stored_bitmaps;
 mod waiting;
 mod errors;
 mod exports;

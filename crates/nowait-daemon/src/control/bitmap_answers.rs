@@ -3,11 +3,12 @@
 //! Invariant: each refusal of the server has one kind of the interface.
 
 use nowait_control::{AddBitmap, BitmapInfo, ControlError};
+use nowait_image::Bitmap;
 use nowait_server::{BitmapError, BitmapSpec, BitmapStatus};
 
 /// A bitmap that was asked for.
 pub(crate) fn spec_of(bitmap: AddBitmap) -> BitmapSpec {
-    let AddBitmap { name, granularity_bytes, enabled } = bitmap;
+    let AddBitmap { name, granularity_bytes, enabled, persistent: _ } = bitmap;
     let usual = BitmapSpec::new(name);
     BitmapSpec {
         granularity: granularity_bytes.unwrap_or(usual.granularity),
@@ -18,8 +19,29 @@ pub(crate) fn spec_of(bitmap: AddBitmap) -> BitmapSpec {
 
 /// A bitmap at a moment.
 pub(crate) fn info_of(status: BitmapStatus) -> BitmapInfo {
-    let BitmapStatus { spec: BitmapSpec { name, granularity, enabled }, dirty_bytes } = status;
-    BitmapInfo { name, granularity_bytes: granularity, enabled, dirty_bytes }
+    let BitmapStatus { spec, dirty_bytes, persistent } = status;
+    let BitmapSpec { name, granularity, enabled } = spec;
+    let inconsistent = false;
+    BitmapInfo {
+        name,
+        granularity_bytes: granularity,
+        enabled,
+        dirty_bytes,
+        persistent,
+        inconsistent,
+    }
+}
+
+/// One of the image whose bits are lost.
+pub(crate) fn info_of_lost(bitmap: Bitmap) -> BitmapInfo {
+    let Bitmap { name, granularity, .. } = bitmap;
+    BitmapInfo {
+        name,
+        granularity_bytes: granularity,
+        persistent: true,
+        inconsistent: true,
+        ..BitmapInfo::default()
+    }
 }
 
 /// A refusal.

@@ -15,14 +15,14 @@ use nowait_control::{
 };
 use nowait_image::{NamedStorages, formats};
 use nowait_server::{
-    AnyExport, BackupEnd, BitmapError, ExportError, ExportId, ExportStatus, Exports, Limits,
-    Listener,
+    AnyExport, BackupEnd, ExportError, ExportId, ExportStatus, Exports, Limits, Listener,
 };
 
 use crate::config::export_spec::{NamedExport, parse_name};
 use crate::config::listen_address;
 use crate::control::backup_answers;
-use crate::control::bitmap_answers::{self, refused};
+use crate::control::bitmap_answers::refused;
+use crate::control::export_bitmaps::ExportBitmaps;
 use crate::disks::allowed_places::{AllowedPlaces, absolute};
 use crate::disks::image_exchange::ImageExchange;
 use crate::disks::open_disk::{Common, ImageIdentity, OpenedDisk};
@@ -102,6 +102,10 @@ impl RunningServer {
         ImageExchange { exports, disks, id }
     }
 
+    fn bitmaps_of(&self, id: ExportId) -> ExportBitmaps<'_> {
+        ExportBitmaps(self.image_exchange(id))
+    }
+
     fn id_of(&self, id: u64) -> Result<ExportId, ControlError> {
         self.exports.with_number(id).ok_or_else(no_such_export)
     }
@@ -154,19 +158,6 @@ impl RunningServer {
         let disks = self.disks.lock();
         let all = disks.iter().enumerate();
         all.filter_map(|(at, served)| Some((at, served.node()?.id()))).collect()
-    }
-
-    /// Makes a change of the bitmaps of an export. Returns bitmap `name` as it is then.
-    fn change_bitmaps(
-        &self,
-        id: u64,
-        name: &str,
-        change: impl FnOnce(&Exports, ExportId) -> Result<(), BitmapError>,
-    ) -> Result<BitmapInfo, ControlError> {
-        let _changing = self.begin_change()?;
-        change(&self.exports, self.id_of(id)?).map_err(refused)?;
-        let named = self.bitmaps(id)?.into_iter().find(|bitmap| bitmap.name == name);
-        named.ok_or_else(|| refused(BitmapError::NoBitmap))
     }
 
     /// The storages that all exports may stand on, and those of `backing`, which are opened unless
@@ -401,24 +392,22 @@ impl ControlledServer for RunningServer {
     }
 
     fn bitmaps(&self, id: u64) -> Result<Vec<BitmapInfo>, ControlError> {
-        let all = self.exports.bitmaps(self.id_of(id)?).map_err(refused)?;
-        Ok(all.into_iter().map(bitmap_answers::info_of).collect())
+        self.bitmaps_of(self.id_of(id)?).list()
     }
 
     fn add_bitmap(&self, id: u64, bitmap: AddBitmap) -> Result<BitmapInfo, ControlError> {
-        let spec = bitmap_answers::spec_of(bitmap);
-        let name = spec.name.clone();
-        self.change_bitmaps(id, &name, |exports, id| exports.add_bitmap(id, &spec))
+        let _changing = self.begin_change()?;
+        self.bitmaps_of(self.id_of(id)?).add(bitmap)
     }
 
     fn remove_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError> {
         let _changing = self.begin_change()?;
-        self.exports.remove_bitmap(self.id_of(id)?, name).map_err(refused)
+        self.bitmaps_of(self.id_of(id)?).remove(name)
     }
 
     fn clear_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError> {
         let _changing = self.begin_change()?;
-        self.exports.clear_bitmap(self.id_of(id)?, name).map_err(refused)
+        self.bitmaps_of(self.id_of(id)?).clear(name)
     }
 
     fn change_bitmap(
@@ -427,7 +416,9 @@ impl ControlledServer for RunningServer {
         name: &str,
         change: PatchBitmap,
     ) -> Result<BitmapInfo, ControlError> {
-        self.change_bitmaps(id, name, |exports, id| match change.enabled {
+        let _changing = self.begin_change()?;
+        let (id, exports) = (self.id_of(id)?, &self.exports);
+        self.bitmaps_of(id).change(name, || match change.enabled {
             Some(enabled) => exports.enable_bitmap(id, name, enabled),
             None => Ok(()),
         })
@@ -439,7 +430,9 @@ impl ControlledServer for RunningServer {
         name: &str,
         merge: MergeBitmaps,
     ) -> Result<BitmapInfo, ControlError> {
-        self.change_bitmaps(id, name, |exports, id| exports.merge_bitmaps(id, name, &merge.sources))
+        let _changing = self.begin_change()?;
+        let (id, exports) = (self.id_of(id)?, &self.exports);
+        self.bitmaps_of(id).change(name, || exports.merge_bitmaps(id, name, &merge.sources))
     }
 
     fn start_backup(

@@ -10,9 +10,10 @@ use std::{fs, io};
 
 use crate::error::{CliError, os_message};
 use nowait_control::{ControlError, SnapshotReport};
+use nowait_image::bitmap_changes::{self, NewBitmap};
 use nowait_image::create::{CreateOptions, create};
 use nowait_image::resize::resize;
-use nowait_image::{Chain, ChainOptions, Format, HandedOver, Image, Locking};
+use nowait_image::{Bitmap, Chain, ChainOptions, Format, HandedOver, Image, ImageError, Locking};
 use nowait_server::{ExportError, ExportId, Exports, PausedExport};
 use tracing::{error, info, warn};
 
@@ -55,21 +56,31 @@ impl ImageExchange<'_> {
             ..CreateOptions::new(Format::Qcow2, Some(self.with(|served| served.disk.image.size())?))
         };
         create(overlay, &create_options).map_err(conflict)?;
+        let remove_overlay = || {
+            if let Err(error) = fs::remove_file(overlay) {
+                warn!("{}: left over from a snapshot: {error}", overlay.display());
+            }
+        };
+        self.add_bitmaps_to(overlay).inspect_err(|_| remove_overlay())?;
         let format = Some(Format::Qcow2);
         let no_links = true;
         let options = ChainOptions { format, backing_dirs, backing_storages, no_links, ..options };
         let named = NamedExport { image: overlay.to_owned(), ..named };
-        let pause = self.serve_overlay(named, options).inspect_err(|_| {
-            if let Err(error) = fs::remove_file(overlay) {
-                warn!("{}: left over from a snapshot: {error}", overlay.display());
-            }
-        })?;
+        let pause = self.serve_overlay(named, options).inspect_err(|_| remove_overlay())?;
         info!("{} is unchanged from now on, {} is written to", base.display(), overlay.display());
         Ok(SnapshotReport {
             image: overlay.to_string_lossy().into_owned(),
             backing: base.to_string_lossy().into_owned(),
             pause_ms: pause.as_secs_f64() * 1e3,
         })
+    }
+
+    /// Gives the new image `overlay` the bitmaps that are stored in the present one, for the bits of then.
+    fn add_bitmaps_to(&self, overlay: &Path) -> Result<(), ControlError> {
+        let all = self.exports.bitmaps(self.id).map_err(failed)?;
+        let stored = all.into_iter().filter(|status| status.persistent);
+        let new = stored.map(|status| NewBitmap::from(&status.spec)).collect::<Vec<_>>();
+        bitmap_changes::add_to_new(overlay, &new).map_err(conflict)
     }
 
     /// Returns how long no request was served.
@@ -83,11 +94,27 @@ impl ImageExchange<'_> {
         let begin = Instant::now();
         let paused = self.pause()?;
         self.with(|served| {
-            served.disk.image.settle().map_err(failed)?;
-            let handed_over = HandedOver::below(copies(&served.disk.image)?);
-            let disk = reopened(&served.disk, named, &ChainOptions { handed_over, ..options })?;
-            paused.replace(disk.export())?;
+            let image = &served.disk.image;
+            image.settle().map_err(failed)?;
+            // The bitmaps of the image below stay as they are now.
+            image.release_bitmaps().map_err(failed)?;
+            let replaced = copies(image).and_then(|files| {
+                let handed_over = HandedOver::below(files);
+                let options = ChainOptions { handed_over, ..options };
+                let disk = reopened(&served.disk, named, &options)?;
+                paused.replace(disk.export())?;
+                Ok(disk)
+            });
+            let disk = replaced.inspect_err(|_| {
+                if let Err(error) = image.take_up_bitmaps() {
+                    warn!("its bitmaps are not marked as in use: {error}");
+                }
+            })?;
+            let stored = disk.image.store_bitmaps();
             drop(paused);
+            if let Err(error) = stored {
+                warn!("{}: its bitmaps are not stored: {error}", disk.named.image.display());
+            }
             let pause = begin.elapsed();
             if let Err(error) = disk.image.lower_locks_below() {
                 warn!("{}: its backing image stays locked: {error}", disk.named.image.display());
@@ -126,33 +153,116 @@ impl ImageExchange<'_> {
         if is_device || (format.is_raw() && size > current) {
             return self.grow_in_place(size);
         }
+        self.edit(|chain| resize(chain, size, shrink).map(drop))
+    }
+
+    /// Has `change` change the file of the image, and serves it again.
+    ///
+    /// # Errors
+    /// Why it cannot be done: the image is served as it is then.
+    fn edit(
+        &self,
+        change: impl FnOnce(&Chain) -> Result<(), ImageError>,
+    ) -> Result<(), ControlError> {
+        let (named, options) = self.current()?;
         self.exports.flush(self.id)?;
         let paused = self.pause()?;
         self.with(|served| {
             served.disk.image.settle().map_err(failed)?;
+            served.disk.image.release_bitmaps().map_err(failed)?;
             let handed_over = || copies(&served.disk.image).map(HandedOver::new);
             let open = ChainOptions { handed_over: handed_over()?, ..options.clone() };
-            let chain = Chain::open(&named.image, &open).map_err(conflict)?;
-            let open = ChainOptions { handed_over: handed_over()?, ..options.clone() };
-            let resized = resize(&chain, size, shrink);
-            drop(chain);
+            let changed = Chain::open(&named.image, &open).and_then(|chain| change(&chain));
             // What the open image knows of its file may be wrong now, also if this has failed.
-            let reopened = reopened(&served.disk, named.clone(), &open).and_then(|disk| {
-                paused.replace(disk.export())?;
-                Ok(disk)
-            });
+            let reopened = handed_over()
+                .and_then(|handed_over| {
+                    let open = ChainOptions { handed_over, ..options.clone() };
+                    reopened(&served.disk, named.clone(), &open)
+                })
+                .and_then(|disk| {
+                    paused.replace(disk.export())?;
+                    Ok(disk)
+                });
             match reopened {
                 Ok(disk) => served.disk = disk,
                 Err(error) => {
-                    let why = format!("it cannot be served with its new size: {error}");
+                    let why = format!("it cannot be served after the change: {error}");
                     error!("{}: {why}", named.image.display());
                     paused.give_up();
                     return Err(ControlError::Failed(why));
                 }
             }
+            let stored = served.disk.image.store_bitmaps();
             drop(paused);
-            resized.map(drop).map_err(conflict)
+            changed.map_err(conflict)?;
+            stored.map_err(failed)
         })?
+    }
+
+    /// Whether bitmaps can be stored in the image.
+    ///
+    /// # Errors
+    /// There is no such export.
+    pub(crate) fn can_store_bitmaps(&self) -> Result<bool, ControlError> {
+        self.with(|served| served.disk.image.can_store_bitmaps())
+    }
+
+    /// The bitmaps of the image whose bits are lost.
+    ///
+    /// # Errors
+    /// There is no such export; the list of bitmaps cannot be read.
+    pub(crate) fn lost_bitmaps(&self) -> Result<Vec<Bitmap>, ControlError> {
+        let all = self.with(|served| served.disk.image.stored_bitmaps())?.map_err(failed)?;
+        Ok(all.into_iter().map(|(bitmap, _)| bitmap).filter(|it| !it.is_usable()).collect())
+    }
+
+    /// Stores bitmap `bitmap`, which the export has in memory, in the image from now on.
+    ///
+    /// # Errors
+    /// As [`ImageExchange::edit`].
+    pub(crate) fn add_bitmap(&self, bitmap: &NewBitmap) -> Result<(), ControlError> {
+        self.edit(|chain| bitmap_changes::add(chain, bitmap, None))
+    }
+
+    /// Clears bitmap `name`, in the image and by `clear` in memory.
+    ///
+    /// # Errors
+    /// As [`ImageExchange::edit`].
+    pub(crate) fn clear_bitmap(
+        &self,
+        name: &str,
+        clear: impl FnOnce(),
+    ) -> Result<(), ControlError> {
+        self.edit(|chain| {
+            bitmap_changes::clear(chain, name)?;
+            clear();
+            Ok(())
+        })
+    }
+
+    /// Removes bitmap `name` from the image.
+    ///
+    /// # Errors
+    /// As [`ImageExchange::edit`].
+    pub(crate) fn remove_bitmap(&self, name: &str) -> Result<(), ControlError> {
+        self.edit(|chain| bitmap_changes::remove(chain, name))
+    }
+
+    /// Has `change` change the bitmaps in memory, and stores them. No request is in flight meanwhile.
+    ///
+    /// # Errors
+    /// That of `change`; why they cannot be stored.
+    pub(crate) fn change_bitmaps<T>(
+        &self,
+        change: impl FnOnce() -> Result<T, ControlError>,
+    ) -> Result<T, ControlError> {
+        let paused = self.pause()?;
+        let changed = change();
+        let stored = self.with(|served| served.disk.image.store_bitmaps())?;
+        drop(paused);
+        let changed = changed?;
+        stored.map_err(|error| failed(format!("it is changed, but not in the image: {error}")))?;
+        Ok(changed)
     }
 
     fn grow_in_place(&self, size: u64) -> Result<(), ControlError> {

@@ -72,8 +72,7 @@ impl OpenedDisk {
         AnyExport::of_image(&self.image, options)
     }
 
-    /// The export with the dirty bitmaps that are stored in its image. These stay as they are: an image that has some is
-    /// only read.
+    /// The export with the dirty bitmaps that are stored in its image. Of an image that is only read these stay as they are.
     pub(crate) fn export_with_stored_bitmaps(&self) -> AnyExport {
         let export = self.export();
         let stored = self.image.stored_bitmaps().unwrap_or_else(|error| {
@@ -84,15 +83,16 @@ impl OpenedDisk {
         if stored.len() > BitmapSpec::MAX_OF_EXPORT {
             warn!("{of}: only {} of its bitmaps are served", BitmapSpec::MAX_OF_EXPORT);
         }
-        for (bitmap, mut bits) in stored.into_iter().take(BitmapSpec::MAX_OF_EXPORT) {
-            let Bitmap { name, granularity, in_use, .. } = bitmap;
-            if in_use {
+        for (bitmap, bits) in stored.into_iter().take(BitmapSpec::MAX_OF_EXPORT) {
+            let Bitmap { name, granularity, auto, .. } = bitmap;
+            let Some(mut bits) = bits else {
                 warn!(
                     "{of}: bitmap {name:?} is not served: who wrote to the image last has not saved it"
                 );
                 continue;
-            }
-            let spec = BitmapSpec { name, granularity, enabled: false };
+            };
+            let enabled = auto && !self.image.is_read_only();
+            let spec = BitmapSpec { name, granularity, enabled };
             if let Err(why) = export.add_stored_bitmap(&spec, &mut bits) {
                 warn!("{of}: bitmap {:?}: {why}", spec.name);
             }

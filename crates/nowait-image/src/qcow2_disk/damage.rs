@@ -17,6 +17,8 @@ pub(crate) enum ClusterUse {
     RefcountBlock,
     /// An L2 table.
     L2Table,
+    /// Part of the dirty bitmaps.
+    Bitmaps,
     /// The disk's bytes.
     Data,
 }
@@ -29,6 +31,7 @@ impl ClusterUse {
             Self::RefcountTable => "the refcount table",
             Self::RefcountBlock => "a refcount block",
             Self::L2Table => "an L2 table",
+            Self::Bitmaps => "the dirty bitmaps",
             Self::Data => "data",
         }
     }

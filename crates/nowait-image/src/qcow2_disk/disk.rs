@@ -11,6 +11,7 @@ use nowait::{
 };
 
 use crate::qcow2_disk::backing_chain::{BackingChain, Mapping};
+use crate::qcow2_disk::bitmap_store::BitmapStore;
 use crate::qcow2_disk::cluster_locks::ClusterLocks;
 use crate::qcow2_disk::extent_cache::{CachedMapping, ExtentCache};
 use crate::qcow2_disk::status_scan::StatusScan;
@@ -20,20 +21,30 @@ pub(crate) struct Qcow2Disk {
     pub(crate) images: BackingChain,
     pub(crate) extents: ExtentCache,
     pub(crate) cluster_locks: ClusterLocks,
+    /// The dirty bitmaps of an image that is written to.
+    pub(crate) bitmaps: Option<Arc<BitmapStore>>,
 }
 
 /// The map of a disk in a qcow2 image.
 pub struct Qcow2Map(pub(crate) Arc<Qcow2Disk>);
 
 impl Qcow2Map {
-    pub(crate) fn new(images: BackingChain, extents: ExtentCache) -> Self {
-        Self(Arc::new(Qcow2Disk { images, extents, cluster_locks: ClusterLocks::default() }))
+    pub(crate) fn new(
+        images: BackingChain,
+        extents: ExtentCache,
+        bitmaps: Option<Arc<BitmapStore>>,
+    ) -> Self {
+        let cluster_locks = ClusterLocks::default();
+        Self(Arc::new(Qcow2Disk { images, extents, cluster_locks, bitmaps }))
     }
 }
 
 impl BlockMap for Qcow2Map {
     #[inline]
     fn map_extent(&self, range: ByteRange, intent: Intent) -> Result<Extent, WouldBlock> {
+        if intent == Intent::Write && !self.0.admits(range) {
+            return Err(WouldBlock);
+        }
         self.0.extents.extent(range, intent).ok_or(WouldBlock)
     }
 
@@ -71,14 +82,17 @@ impl ImageFormat for Qcow2Disk {
     }
 
     fn write(&self, pos: u64, data: WriteCursor<'_>) -> Result<(), Error> {
+        self.mark(ByteRange::new(pos, data.len()))?;
         self.write_all(pos, data)
     }
 
     fn discard(&self, range: ByteRange) -> Result<(), Error> {
+        self.mark(range)?;
         self.discard_all(range)
     }
 
     fn zero(&self, range: ByteRange, flags: Flags) -> Result<(), Error> {
+        self.mark(range)?;
         self.zero_all(range, flags)
     }
 
@@ -104,6 +118,17 @@ impl ImageFormat for Qcow2Disk {
 }
 
 impl Qcow2Disk {
+    /// Whether the bits of a write to `range` are on storage.
+    #[inline]
+    fn admits(&self, range: ByteRange) -> bool {
+        self.bitmaps.as_ref().is_none_or(|bitmaps| bitmaps.regions.admit(range))
+    }
+
+    /// Has the bits of a change of `range` on storage, before it begins.
+    fn mark(&self, range: ByteRange) -> Result<(), Error> {
+        self.bitmaps.as_ref().map_or(Ok(()), |bitmaps| bitmaps.admit(range))
+    }
+
     /// Fills the extent cache for the window around `pos`, unless it is filled already. A failed
     /// lookup is not reported here: the request that needs these bytes meets it again.
     pub(crate) fn fill_extent_cache(&self, pos: u64) {

@@ -286,6 +286,11 @@ impl Metadata {
         self.allocator.as_mut().map(RefcountAllocator::take_deferred).unwrap_or_default()
     }
 
+    /// Notes that dirty bitmaps are in the clusters of `runs`.
+    pub(crate) fn reserve_bitmaps(&mut self, runs: &[ClusterRun]) {
+        runs.iter().for_each(|run| self.reserved.add(ClusterUse::Bitmaps, run.first, run.count));
+    }
+
     /// Sets the result of the survey: of all clusters that were in the file when it was opened,
     /// only `clusters` are in use and have a refcount of 0.
     pub(crate) fn survey(&mut self, clusters: BTreeSet<u64>) {

@@ -12,6 +12,8 @@ mod metadata_survey;
 mod refcount_allocator;
 mod metadata;
 mod writeback;
+mod regions;
+pub(crate) mod bitmap_store;
 pub(crate) mod backing_chain;
 pub(crate) mod status_scan;
 mod cluster_locks;
@@ -45,6 +47,7 @@ pub use disk::Qcow2Map;
 pub use sim_image::{new_simulated, open_simulated};
 
 use backing_chain::{BackingChain, BackingImage, Kind};
+use bitmap_store::BitmapStore;
 use extent_cache::ExtentCache;
 use metadata::Metadata;
 use metadata_cache::MetadataCache;
@@ -73,6 +76,8 @@ pub struct OpenImage {
     /// Holds the locks until it is dropped.
     chain: Chain,
     writeback: Arc<MetadataWriteback>,
+    /// Of an image that is written to.
+    bitmaps: Option<Arc<BitmapStore>>,
     writable: bool,
     cluster_bytes: u64,
     /// None in a simulation.
@@ -80,15 +85,21 @@ pub struct OpenImage {
 }
 
 impl OpenImage {
-    /// Flushes, frees the clusters that are no longer used and truncates the file. No request may
+    /// Flushes, frees the clusters that are no longer used, truncates the file and stores the bitmaps. No request may
     /// be in flight. An image that is dropped instead is consistent, too, but may have leaked
-    /// clusters.
+    /// clusters, and more bits than were changed.
     ///
     /// # Errors
     /// The error of the write or the sync.
     pub fn close(mut self) -> Result<(), Error> {
         self.end_thread();
-        self.settle()
+        self.settle()?;
+        self.bitmaps.as_ref().map_or(Ok(()), |bitmaps| bitmaps.release())
+    }
+
+    /// The bitmaps of an image that is written to, if it has any.
+    pub(crate) fn bitmaps(&self) -> Option<&Arc<BitmapStore>> {
+        self.bitmaps.as_ref()
     }
 
     /// The same, but the image stays open, and requests may follow.
@@ -167,10 +178,11 @@ fn open_all(chain: Chain, options: ServeOptions) -> Result<Opened, ImageError> {
     let options = ServeOptions { direct, ..options };
     let ServeOptions { writable, .. } = options;
     let (map, writeback) = open_map(&chain, options)?;
+    let bitmaps = map.0.bitmaps.clone();
     let (size, cluster_bytes) = (image.size, image.header().map_or(1, Header::cluster_bytes));
     let top = writeback.data().clone();
     let below = map.0.images.files_below().cloned().collect();
-    let open_image = OpenImage { chain, writeback, writable, cluster_bytes, thread: None };
+    let open_image = OpenImage { chain, writeback, bitmaps, writable, cluster_bytes, thread: None };
     Ok(Opened { top, below, size, map, open_image })
 }
 
@@ -180,8 +192,12 @@ fn open_map(
     options: ServeOptions,
 ) -> Result<(Qcow2Map, Arc<MetadataWriteback>), ImageError> {
     let top = chain.top();
-    let header = header_of(top)?;
+    let header = &match options.writable {
+        true => bitmap_store::prepare(&top.file, header_of(top)?)?,
+        false => header_of(top)?.clone(),
+    };
     let writeback = Arc::new(open_writeback(top, header, options)?);
+    let bitmaps = open_bitmaps(top, header, &writeback, options)?;
     let mut below = Vec::new();
     let mut shift = header.unit_bits();
     let mut files = 1;
@@ -195,8 +211,24 @@ fn open_map(
         return Err(ImageError::refused(top.file.path(), why));
     }
     let extents = ExtentCache::new(header.size, shift, options.cache_holes);
-    let images = BackingChain::new(writeback.clone(), Header::clone(header), below);
-    Ok((Qcow2Map::new(images, extents), writeback))
+    let images = BackingChain::new(writeback.clone(), header.clone(), below);
+    Ok((Qcow2Map::new(images, extents, bitmaps), writeback))
+}
+
+/// The bitmaps of the image of `layer`, if it is written to and has any.
+fn open_bitmaps(
+    layer: &Layer,
+    header: &Header,
+    writeback: &MetadataWriteback,
+    options: ServeOptions,
+) -> Result<Option<Arc<BitmapStore>>, ImageError> {
+    if !options.writable || header.bitmaps.is_none() {
+        return Ok(None);
+    }
+    let (storage, block) = writeback.metadata_storage();
+    let bitmaps = BitmapStore::open(&layer.file, header, storage, block)?;
+    writeback.reserve_bitmaps(&bitmaps.clusters());
+    Ok(Some(Arc::new(bitmaps)))
 }
 
 /// The images below the top one, down to one of size 0: images below that are not visible.

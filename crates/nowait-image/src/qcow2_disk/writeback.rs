@@ -108,6 +108,17 @@ impl MetadataWriteback {
         &self.host
     }
 
+    /// The storage of the file with the metadata, and the bytes of a block of it.
+    pub(crate) fn metadata_storage(&self) -> (Arc<dyn Storage>, u64) {
+        let storage = self.separate.as_ref().unwrap_or(&self.data);
+        (storage.clone(), lock(&self.metadata).cache.block())
+    }
+
+    /// Notes that dirty bitmaps are in the clusters of `runs`.
+    pub(crate) fn reserve_bitmaps(&self, runs: &[ClusterRun]) {
+        lock(&self.metadata).reserve_bitmaps(runs);
+    }
+
     fn file(&self) -> &dyn Storage {
         &**self.separate.as_ref().unwrap_or(&self.data)
     }

@@ -3,3 +3,4 @@
 pub(crate) mod observed_storage;
 pub(crate) mod write_log;
 pub(crate) mod power_loss;
+mod bitmap_power_loss;

@@ -23,20 +23,20 @@ const CLUSTERS: u64 = 1200;
 const TOP_BYTES: u64 = 1300 * CLUSTER + 512;
 
 /// An overlay on a base image, in a directory of its own.
-struct Scene {
+pub(crate) struct Scene {
     directory: tempfile::TempDir,
 }
 
 /// Without locks: a program that another test starts holds those of a file that was just closed
 /// from its fork(2) to its execve(2).
-fn options(writable: bool) -> ChainOptions {
+pub(crate) fn options(writable: bool) -> ChainOptions {
     let locking = Locking::Unlocked;
     ChainOptions { writable, backing_writable: writable, locking, ..ChainOptions::default() }
 }
 
 impl Scene {
     /// Data in the base, and data and zeros in the overlay: beside it, over it and behind its end.
-    fn new(base: Format) -> Self {
+    pub(crate) fn new(base: Format) -> Self {
         let scene = Self { directory: tempfile::tempdir().unwrap() };
         let of_base = CreateOptions {
             cluster_bytes: (base == Format::Qcow2).then_some(CLUSTER),
@@ -62,7 +62,7 @@ impl Scene {
         scene
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
@@ -85,13 +85,13 @@ impl Scene {
         editor.finish(false).unwrap();
     }
 
-    fn files(&self) -> BTreeMap<PathBuf, Vec<u8>> {
+    pub(crate) fn files(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         let names = ["base", "top"].map(|name| self.path(name));
         names.into_iter().map(|path| (path.clone(), fs::read(path).unwrap())).collect()
     }
 
     /// The disk of the image `name`, whose metadata must not be corrupt.
-    fn disk(&self, name: &str, format: Format, moment: &str) -> Vec<u8> {
+    pub(crate) fn disk(&self, name: &str, format: Format, moment: &str) -> Vec<u8> {
         let options = ChainOptions { format: Some(format), ..options(false) };
         let chain = Chain::open(&self.path(name), &options).unwrap();
         if chain.top().header().is_some() {
@@ -105,14 +105,14 @@ impl Scene {
     }
 }
 
-fn restore(files: &BTreeMap<PathBuf, Vec<u8>>) {
+pub(crate) fn restore(files: &BTreeMap<PathBuf, Vec<u8>>) {
     for (path, bytes) in files {
         fs::write(path, bytes).unwrap();
     }
 }
 
 /// Calls `verify` for each state that a cut in `steps` may leave, with the files in that state.
-fn every_cut(
+pub(crate) fn every_cut(
     before: &BTreeMap<PathBuf, Vec<u8>>,
     steps: &[(PathBuf, Change)],
     mut verify: impl FnMut(&str),

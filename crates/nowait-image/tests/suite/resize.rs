@@ -102,15 +102,15 @@ fn a_raw_image_gets_exactly_the_requested_size_and_shrinks_only_on_request() {
 }
 
 #[test]
-fn an_image_with_bitmaps_or_damage_is_left_alone() {
+fn an_image_with_snapshots_or_damage_is_left_alone() {
     if !require_qemu() {
         return;
     }
     let images = Images::qcow2("8M", "", &["write 0 64k"]);
-    qemu_img(images.directory(), &["bitmap", "--add", images.name(), "changes"]);
+    qemu_img(images.directory(), &["snapshot", "-c", "before", images.name()]);
     let options = ChainOptions { writable: true, ..ChainOptions::default() };
     let error = Chain::open(&images.path(), &options).unwrap_err().to_string();
-    assert!(error.contains("bitmaps"), "{error}");
+    assert!(error.contains("internal snapshots"), "{error}");
     let images = Images::qcow2("8M", "", &["write 0 64k"]);
     let mut damaged = std::fs::read(images.path()).unwrap();
     // The refcount of the first data cluster, in the only block.

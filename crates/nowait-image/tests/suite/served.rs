@@ -172,13 +172,12 @@ fn an_image_that_cannot_be_served_is_refused_in_one_line_and_left_alone() {
         return;
     }
     let images = Images::qcow2("8M", "", &["write 0 64k"]);
-    qemu_img(images.directory(), &["bitmap", "--add", images.name(), "changes"]);
+    qemu_img(images.directory(), &["snapshot", "-c", "before", images.name()]);
     let before = fs::read(images.path()).unwrap();
     let options =
         ChainOptions { writable: true, format: Some(Format::Qcow2), ..ChainOptions::default() };
     let error = Chain::open(&images.path(), &options).unwrap_err().to_string();
-    assert!(error.contains("dirty bitmaps") && !error.contains('\n'), "{error}");
-    // Reads are possible, because no bitmap has to be updated for them.
+    assert!(error.contains("internal snapshots") && !error.contains('\n'), "{error}");
     let chain = Chain::open(&images.path(), &ChainOptions::default()).unwrap();
     let options = ServeOptions { writable: false, direct: Direct::Auto, cache_holes: true };
     let (disk, open_image) = qcow2_disk::open(chain, options).unwrap();

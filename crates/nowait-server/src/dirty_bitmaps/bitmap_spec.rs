@@ -5,6 +5,8 @@
 use std::fmt;
 use std::ops::RangeInclusive;
 
+use nowait_image::bitmap_changes::NewBitmap;
+
 /// Bytes of a granule that a bitmap may have, each a power of two.
 const GRANULARITIES: RangeInclusive<u64> = 512..=64 << 20;
 /// Bytes of a name.
@@ -55,6 +57,14 @@ impl BitmapSpec {
     }
 }
 
+impl From<&BitmapSpec> for NewBitmap {
+    /// The bitmap in an image.
+    fn from(spec: &BitmapSpec) -> Self {
+        let BitmapSpec { name, granularity, enabled } = spec.clone();
+        Self { name, granularity, enabled }
+    }
+}
+
 /// A bitmap at a moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BitmapStatus {
@@ -62,6 +72,8 @@ pub struct BitmapStatus {
     pub spec: BitmapSpec,
     /// Bytes of the disk that are dirty.
     pub dirty_bytes: u64,
+    /// Whether it is stored in the image.
+    pub persistent: bool,
 }
 
 /// The refusal of a change of bitmaps.

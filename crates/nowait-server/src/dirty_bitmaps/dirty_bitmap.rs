@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, OnceLock};
 
 use nowait::ByteRange;
+use nowait_image::BitmapBits;
 
 use crate::dirty_bitmaps::bitmap_spec::BitmapSpec;
 use crate::dirty_bitmaps::granule_bits::{CHUNK, GranuleBits, bytes_for};
@@ -303,12 +304,38 @@ impl DirtyBitmap {
         Ok(())
     }
 
+    /// Its bits from word `first` on, also those that it has no memory for.
+    fn words_from(&self, first: u64) -> impl Iterator<Item = u64> {
+        let rest = if self.is_rest_dirty.load(SeqCst) { u64::MAX } else { 0 };
+        let words = self.parts().flat_map(move |part| {
+            let begin = part.first / u64::from(u64::BITS);
+            let is_before = part.end() / u64::from(u64::BITS) <= first;
+            let skipped = if is_before { part.bits.len() } else { first.saturating_sub(begin) };
+            part.bits.snapshot(skipped)
+        });
+        words.chain(std::iter::repeat(rest))
+    }
+
     fn set_word(&self, number: u64, bits: u64) {
         let granule = number * u64::from(u64::BITS);
         match self.parts().find(|part| granule < part.end()) {
             _ if bits == 0 => {}
             Some(part) => part.bits.set_word(number - part.first / u64::from(u64::BITS), bits),
             None => self.set_rest(),
+        }
+    }
+}
+
+impl BitmapBits for DirtyBitmap {
+    fn is_enabled(&self) -> bool {
+        self.is_enabled.load(SeqCst)
+    }
+
+    fn copy(&self, at: u64, memory: &mut [u8]) {
+        let first = at / WORD_BYTES as u64;
+        let words = self.words_from(first);
+        for (slot, word) in memory.chunks_mut(WORD_BYTES).zip(words) {
+            slot.copy_from_slice(word.to_le_bytes().get(..slot.len()).unwrap_or_default());
         }
     }
 }

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use nowait::{ByteRange, Request};
+use nowait_image::{BitmapBits, BitmapStore};
 
 use crate::dirty_bitmaps::bitmap_spec::{
     BitmapError, BitmapSpec, BitmapStatus, MAX_BIT_BYTES, MAX_BITMAPS, RestoreError,
@@ -233,8 +234,18 @@ impl DirtyBitmaps {
         let status = |bitmap: Arc<DirtyBitmap>| BitmapStatus {
             spec: bitmap.spec(),
             dirty_bytes: bitmap.dirty_bytes(size),
+            persistent: false,
         };
         all.into_iter().map(status).collect()
+    }
+
+    /// Has `store`, that of the image, keep those of them that are stored in it. No request is in flight.
+    pub(crate) fn attach(&self, store: Option<&Arc<BitmapStore>>) {
+        let Some(store) = store else { return };
+        for bitmap in lock(&self.list).all.iter() {
+            let bits: Arc<dyn BitmapBits> = bitmap.clone();
+            store.attach(&bitmap.name, &bits);
+        }
     }
 
     /// Their properties, in the order of their addition.

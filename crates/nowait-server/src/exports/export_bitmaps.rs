@@ -34,7 +34,10 @@ impl Exports {
         content: Option<&mut dyn Read>,
     ) -> Result<(), RestoreError> {
         let registered = self.of_bitmaps(id).map_err(RestoreError::NotAdded)?;
-        registered.bitmaps.restore(spec, content, registered.export().disk().size())
+        let export = registered.export();
+        let restored = registered.bitmaps.restore(spec, content, export.disk().size());
+        registered.bitmaps.attach(export.bitmap_store());
+        restored
     }
 
     /// Writes the bits of a bitmap to an empty `file`, as many as the disk needs: a bit for each granule, of bytes the
@@ -53,7 +56,12 @@ impl Exports {
     /// [`BitmapError::NoExport`].
     pub fn bitmaps(&self, id: ExportId) -> Result<Vec<BitmapStatus>, BitmapError> {
         let registered = self.of_bitmaps(id)?;
-        Ok(registered.bitmaps.status(registered.export().disk().size()))
+        let export = registered.export();
+        let mut all = registered.bitmaps.status(export.disk().size());
+        for status in &mut all {
+            status.persistent = export.bitmap_store().is_some_and(|it| it.keeps(&status.spec.name));
+        }
+        Ok(all)
     }
 
     /// The properties of the bitmaps of an export, in the order of their addition. `None` if there is no such export.

@@ -10,16 +10,16 @@ use crate::error::ImageError;
 use crate::formats::qcow2::header::{BitmapDirectory, Header, MAX_POS, be32, be64};
 use crate::image_file::ImageFile;
 
-const ENTRY_BYTES: usize = 24;
-const FLAG_IN_USE: u32 = 1 << 0;
-const FLAG_AUTO: u32 = 1 << 1;
+pub(crate) const ENTRY_BYTES: usize = 24;
+pub(crate) const FLAG_IN_USE: u32 = 1 << 0;
+pub(crate) const FLAG_AUTO: u32 = 1 << 1;
 /// Tracks which parts of the disk were written to; the only known type.
-const TYPE_DIRTY_TRACKING: u8 = 1;
+pub(crate) const TYPE_DIRTY_TRACKING: u8 = 1;
 /// Limits as in QEMU (block/qcow2-bitmap.c, `BME_MIN_GRANULARITY_BITS`, `BME_MAX_GRANULARITY_BITS`,
 /// `BME_MAX_NAME_SIZE`, `BME_MAX_PHYS_SIZE`).
 const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
 const MAX_NAME_BYTES: u16 = 1023;
-const MAX_BITMAP_BYTES: u64 = 0x2000_0000;
+pub(crate) const MAX_BITMAP_BYTES: u64 = 0x2000_0000;
 
 /// One bitmap of an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,11 +31,20 @@ pub struct Bitmap {
     /// Whether the last program that wrote to the image did not save it, so that its bits are
     /// unusable.
     pub in_use: bool,
+    /// Whether its bits are not too few although it is in use: this program keeps them on storage while it writes to the
+    /// image, and no other program has written to it since.
+    pub kept: bool,
     /// Whether it records writes as soon as the image is open.
     pub auto: bool,
 }
 
 impl Bitmap {
+    /// Whether its bits say what was changed.
+    #[must_use]
+    pub const fn is_usable(&self) -> bool {
+        !self.in_use || self.kept
+    }
+
     /// The bitmaps of the image in `file`, in the order of its directory; none where the header has
     /// no directory that can be relied on.
     ///
@@ -73,29 +82,35 @@ fn list(
     }
     let mut bitmaps = Vec::new();
     let mut at = directory.pos;
-    for _ in 0..directory.bitmaps {
+    for number in 0..directory.bitmaps {
         let entry = Entry::read(file, at)?;
         if at.saturating_add(entry.bytes()) > end || !entry.is_valid(header) {
             return Ok(None);
         }
-        bitmaps.push((entry, entry.bitmap(file, at)?));
+        let kept = number < u32::BITS && header.kept_bitmaps() & 1 << number != 0;
+        bitmaps.push((entry, entry.bitmap(file, kept)?));
         at = at.saturating_add(entry.bytes());
     }
     Ok((at == end).then_some(bitmaps))
 }
 
+/// Where an entry has its flags.
+pub(crate) const FLAGS_AT: u64 = 12;
+
 /// The header of an entry of a directory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
+    /// Where it is in the file.
+    pub(crate) at: u64,
     /// Position of the bitmap's table in bytes.
     pub(crate) table_pos: u64,
     /// Entries of that table, of 8 bytes each.
     pub(crate) table_entries: u32,
     flags: u32,
     kind: u8,
-    granularity_bits: u8,
+    pub(crate) granularity_bits: u8,
     name_len: u16,
-    extra_len: u32,
+    pub(crate) extra_len: u32,
 }
 
 impl Entry {
@@ -103,16 +118,22 @@ impl Entry {
     pub(crate) fn read(file: &ImageFile, at: u64) -> io::Result<Self> {
         let mut head = [0; ENTRY_BYTES];
         file.read_at(at, &mut head)?;
-        let [kind, granularity_bits, name @ ..] = be32(&head, 16).to_be_bytes();
-        Ok(Self {
-            table_pos: be64(&head, 0),
-            table_entries: be32(&head, 8),
-            flags: be32(&head, 12),
+        Ok(Self::parse(&head, at))
+    }
+
+    /// The entry that begins with `head` and is at `at`.
+    pub(crate) fn parse(head: &[u8; ENTRY_BYTES], at: u64) -> Self {
+        let [kind, granularity_bits, name @ ..] = be32(head, 16).to_be_bytes();
+        Self {
+            at,
+            table_pos: be64(head, 0),
+            table_entries: be32(head, 8),
+            flags: be32(head, 12),
             kind,
             granularity_bits,
             name_len: u16::from_be_bytes(name),
-            extra_len: be32(&head, 20),
-        })
+            extra_len: be32(head, 20),
+        }
     }
 
     /// Bytes of the whole entry, a multiple of 8.
@@ -145,14 +166,20 @@ impl Entry {
             && covers()
     }
 
-    /// The bitmap of this valid entry, which is at `at`.
-    fn bitmap(&self, file: &ImageFile, at: u64) -> io::Result<Bitmap> {
+    /// Clusters of bits that a disk of `size` bytes needs.
+    pub(crate) fn clusters_for(&self, size: u64, cluster_bytes: u64) -> u64 {
+        size.div_ceil(1 << self.granularity_bits).div_ceil(8).div_ceil(cluster_bytes).max(1)
+    }
+
+    /// The bitmap of this valid entry.
+    fn bitmap(&self, file: &ImageFile, kept: bool) -> io::Result<Bitmap> {
         let mut name = vec![0; usize::from(self.name_len)];
-        file.read_at(at + ENTRY_BYTES as u64 + u64::from(self.extra_len), &mut name)?;
+        file.read_at(self.at + ENTRY_BYTES as u64 + u64::from(self.extra_len), &mut name)?;
         Ok(Bitmap {
             name: String::from_utf8_lossy(&name).into_owned(),
             granularity: 1 << self.granularity_bits,
             in_use: self.is_in_use(),
+            kept,
             auto: self.flags & FLAG_AUTO != 0,
         })
     }
@@ -205,7 +232,7 @@ mod tests {
         ];
         let bitmap = |name: &str, bits: u32, in_use, auto| {
             let name = name.to_owned();
-            Bitmap { name, granularity: 1 << bits, in_use, auto }
+            Bitmap { name, granularity: 1 << bits, in_use, kept: false, auto }
         };
         let expected = [
             bitmap("one", 16, false, true),
@@ -266,6 +293,7 @@ mod tests {
             let (name_len, extra_len) = (1, 0);
             let table_entries = 1;
             let entry = Entry {
+                at: 0,
                 table_pos,
                 table_entries,
                 flags,

@@ -65,16 +65,18 @@ pub(crate) struct Editor<'a> {
 ///
 /// # Errors
 /// One line with the reason for not changing it.
-pub(crate) fn check_editable(layer: &Layer) -> Result<&Header, ImageError> {
+pub(crate) fn check_editable(layer: &Layer) -> Result<Header, ImageError> {
     let file = &layer.file;
     let refused = |why: &str| Err(ImageError::refused(file.path(), why));
-    let header = header_of(layer)?;
+    header_of(layer)?;
+    // Its bitmaps may have been changed since the image was opened.
+    let header = Header::read(file)?;
     if header.has_data_file() {
         return refused(
             "its data is in a file of its own, and it is only read here (use qemu-img)",
         );
     }
-    let found = check::find(file, header, &mut |_, _| {});
+    let found = check::find(file, &header, &mut |_, _| {});
     let (report, _) = found.map_err(|error| ImageError::os(file.path(), "read", &error))?;
     if report.corruptions > 0 {
         return refused("its metadata is damaged (look at it with nowait check)");
@@ -93,7 +95,7 @@ impl<'a> Editor<'a> {
     /// # Errors
     /// As [`check_editable`].
     pub(crate) fn open(layer: &'a Layer) -> Result<Self, ImageError> {
-        let (file, header) = (&*layer.file, check_editable(layer)?.clone());
+        let (file, header) = (&*layer.file, check_editable(layer)?);
         let failed = |error: io::Error| ImageError::os(file.path(), "read", &error);
         let l1 = read_table(file, header.l1_pos, u64::from(header.l1_entries)).map_err(failed)?;
         for entry in &l1 {

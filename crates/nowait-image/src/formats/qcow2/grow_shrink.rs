@@ -9,7 +9,8 @@ use std::io;
 use crate::error::ImageError;
 use crate::formats::chain_reader::ChainReader;
 use crate::formats::layer::Layer;
-use crate::formats::qcow2::editor::Editor;
+use crate::formats::qcow2::bitmap_editor::change_bitmaps;
+use crate::formats::qcow2::editor::{Editor, check_editable};
 use crate::formats::qcow2::entries::Cluster;
 
 /// Makes the disk of the first of `layers`, which is open for writing, `size` bytes large.
@@ -20,13 +21,17 @@ use crate::formats::qcow2::entries::Cluster;
 pub(crate) fn resize(layers: &[Layer], size: u64) -> Result<(), ImageError> {
     let Some(top) = layers.first() else { return Ok(()) };
     let failed = |error: io::Error| ImageError::os(top.file.path(), "resize it", &error);
+    check_editable(top)?;
+    // A bitmap with more bits than the disk needs is valid, one with fewer is not.
+    change_bitmaps(&top.file, |bitmaps| bitmaps.fit(size.max(top.size)))?;
     let mut editor = Editor::open(top)?;
     if size > top.size {
         grow(&mut editor, layers, size)?;
         editor.finish(false).map_err(failed)
     } else {
         shrink_to(&mut editor, top, size).map_err(failed)?;
-        editor.finish(true).map_err(failed)
+        editor.finish(true).map_err(failed)?;
+        change_bitmaps(&top.file, |bitmaps| bitmaps.trim(size))
     }
 }
 

@@ -43,7 +43,10 @@ const DEFAULT_REFCOUNT_ORDER: u32 = 4;
 const EXTENSION_END: u32 = 0;
 pub(crate) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
-const EXTENSION_BITMAPS: u32 = 0x2385_2875;
+pub(crate) const EXTENSION_BITMAPS: u32 = 0x2385_2875;
+
+/// Bytes of the extension for bitmaps.
+pub(crate) const BITMAPS_BYTES: usize = 24;
 
 const INCOMPATIBLE_DIRTY: u64 = 1 << 0;
 const INCOMPATIBLE_CORRUPT: u64 = 1 << 1;
@@ -51,8 +54,8 @@ pub(crate) const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
 const INCOMPATIBLE_COMPRESSION: u64 = 1 << 3;
 const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
 const COMPATIBLE_LAZY_REFCOUNTS: u64 = 1 << 0;
-const AUTOCLEAR_BITMAPS: u64 = 1 << 0;
-const AUTOCLEAR_DATA_FILE_RAW: u64 = 1 << 1;
+pub(crate) const AUTOCLEAR_BITMAPS: u64 = 1 << 0;
+pub(crate) const AUTOCLEAR_DATA_FILE_RAW: u64 = 1 << 1;
 
 /// The list of an image's dirty bitmaps (QEMU docs/interop/qcow2.txt, "Bitmaps extension").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,6 +104,9 @@ pub struct Header {
     pub compression: Compression,
     /// The directory of persistent dirty bitmaps, if there is one that can be relied on.
     pub bitmaps: Option<BitmapDirectory>,
+    /// Whether there is such a directory that cannot be relied on: a program that does not know bitmaps has written to the
+    /// image.
+    pub has_stale_bitmaps: bool,
     /// 0 none, 1 AES, 2 LUKS.
     pub encryption: u32,
     /// Whether the disk, its size and the L1 table are those of an internal snapshot.
@@ -141,6 +147,7 @@ impl Header {
             data_file: None,
             compression: Compression::Deflate,
             bitmaps: None,
+            has_stale_bitmaps: false,
             encryption: 0,
             is_snapshot: false,
         }
@@ -210,6 +217,7 @@ impl Header {
             data_file: None,
             compression: Compression::Deflate,
             bitmaps: None,
+            has_stale_bitmaps: false,
             encryption: be32(bytes, 32),
             is_snapshot: false,
         };
@@ -327,6 +335,7 @@ impl Header {
                 EXTENSION_BITMAPS if self.autoclear & AUTOCLEAR_BITMAPS != 0 => {
                     self.bitmaps = Some(self.read_bitmaps(data)?);
                 }
+                EXTENSION_BITMAPS => self.has_stale_bitmaps = true,
                 _ => {}
             }
             at += len.next_multiple_of(8);
@@ -338,6 +347,7 @@ impl Header {
         let found =
             BitmapDirectory { bitmaps: be32(data, 0), len: be64(data, 8), pos: be64(data, 16) };
         let unaligned = found.pos & (self.cluster_bytes() - 1) != 0 || found.pos >= MAX_POS;
+        let unaligned = unaligned || data.len() != BITMAPS_BYTES;
         if found.bitmaps > MAX_BITMAPS || found.len > MAX_DIRECTORY_BYTES || unaligned {
             return Err("its header is damaged: the list of its bitmaps".into());
         }
@@ -445,15 +455,6 @@ impl Header {
     /// Position of the autoclear bits in the file, in bytes.
     pub(crate) const AUTOCLEAR_AT: u64 = 88;
 
-    /// The autoclear bits to keep when this program writes to the image; `None` if all that are set
-    /// can stay.
-    pub(crate) const fn autoclear_to_write(&self) -> Option<u64> {
-        match self.autoclear & AUTOCLEAR_DATA_FILE_RAW {
-            kept if kept == self.autoclear => None,
-            kept => Some(kept),
-        }
-    }
-
     /// Whether a writer may write refcounts late (and then sets the dirty bit).
     #[must_use]
     pub const fn has_lazy_refcounts(&self) -> bool {
@@ -531,9 +532,6 @@ impl Header {
         } else if writable && self.snapshots > 0 {
             "it has internal snapshots and is only read here (open it read-only, or remove them \
              with qemu-img snapshot -d)"
-        } else if writable && self.bitmaps.is_some() {
-            "it has dirty bitmaps, which are not kept up to date here (open it read-only, or remove \
-             them with qemu-img bitmap --remove)"
         } else {
             return Ok(());
         };

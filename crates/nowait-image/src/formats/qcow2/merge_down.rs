@@ -41,7 +41,9 @@ pub(crate) fn commit(
 ) -> Result<Committed, ImageError> {
     let [top, below, ..] = layers else { return Ok(Committed::default()) };
     let header = header_of(top)?;
+    refuse_bitmaps(below)?;
     if terms.overlay == Overlay::Emptied {
+        refuse_bitmaps(top)?;
         check_editable(top)?;
     }
     let mut done =
@@ -75,6 +77,18 @@ pub(crate) fn commit(
         empty_overlay(&top.file, header)?;
     }
     Ok(done)
+}
+
+/// Refuses to change an image with bitmaps, which would not say so.
+fn refuse_bitmaps(layer: &Layer) -> Result<(), ImageError> {
+    match layer.header().and_then(|header| header.bitmaps) {
+        None => Ok(()),
+        Some(_) => {
+            let why = "it has dirty bitmaps, which a commit does not keep up to date (remove them with qemu-img bitmap \
+                       --remove)";
+            Err(ImageError::refused(layer.file.path(), why))
+        }
+    }
 }
 
 fn empty_overlay(file: &ImageFile, header: &Header) -> Result<(), ImageError> {

@@ -3,6 +3,7 @@
 
 pub(crate) mod header;
 pub(crate) mod bitmaps;
+pub(crate) mod bitmap_marks;
 pub(crate) mod snapshots;
 pub(crate) mod stored_bits;
 pub(crate) mod encode;
@@ -21,6 +22,8 @@ pub(crate) mod cluster_map;
 pub(crate) mod empty_image;
 pub(crate) mod offline_allocator;
 pub(crate) mod editor;
+pub(crate) mod bitmap_slot;
+pub(crate) mod bitmap_editor;
 pub(crate) mod grow_shrink;
 pub(crate) mod make_empty;
 pub(crate) mod merge_down;

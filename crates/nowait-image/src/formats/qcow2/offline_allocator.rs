@@ -46,6 +46,11 @@ impl<'a> RefcountAllocator<'a> {
         Ok(Self { file, header, table, blocks, unlisted, first_free: 0 })
     }
 
+    /// Allocates no cluster before `first`.
+    pub(crate) fn begin_at(&mut self, first: u64) {
+        self.first_free = first;
+    }
+
     /// Allocates `wanted` adjacent clusters, at least 1. Returns the position of the first in
     /// bytes. Their old contents remain.
     ///

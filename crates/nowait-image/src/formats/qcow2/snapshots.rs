@@ -128,6 +128,7 @@ impl Header {
             l1_pos: snapshot.l1_pos,
             l1_entries: snapshot.l1_entries,
             bitmaps: None,
+            has_stale_bitmaps: false,
             is_snapshot: true,
             ..self.clone()
         };

@@ -13,9 +13,9 @@ use crate::image_file::ImageFile;
 /// Bytes of an entry of the table.
 const ENTRY_BYTES: u64 = 8;
 /// Where a cluster of bits is in the file.
-const POSITION: u64 = (MAX_POS - 1) & !0x1ff;
+pub(crate) const POSITION: u64 = (MAX_POS - 1) & !0x1ff;
 /// A cluster without a position has all bits set.
-const ALL_SET: u64 = 1;
+pub(crate) const ALL_SET: u64 = 1;
 
 /// The bits of a bitmap as a stream: one for each granule of the disk, of each byte the lowest first.
 pub struct StoredBits {

@@ -5,6 +5,7 @@
 //! hold are known.
 
 use std::collections::HashMap;
+use std::io::Read;
 use std::ops::Range as Bounds;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,6 +13,9 @@ use std::{fs, thread};
 
 use nowait::{BlockMap, ByteRange, Direct, Flags, ImageFormat, WriteCursor};
 
+use crate::formats::qcow2::bitmaps::Bitmap;
+use crate::formats::qcow2::stored_bits::StoredBits;
+use crate::offline::bitmap_changes::{self, NewBitmap};
 use crate::offline::check;
 use crate::qcow2_disk::tests::journal;
 use crate::qcow2_disk::tests::journal::{Event, FileContents, Journal};
@@ -80,6 +84,8 @@ struct Scene {
     disk: u64,
     /// Steps of each thread.
     steps: u32,
+    /// Bytes of a granule of the dirty bitmap, if the image has one.
+    granularity: Option<u64>,
 }
 
 /// The bytes that the write `number` puts into a sector; 0 is the content at the start.
@@ -217,13 +223,32 @@ fn chain(path: &Path, writable: bool) -> Chain {
     Chain::open(path, &options).unwrap()
 }
 
+/// Checks that the bitmap of the image of `chain` is there and has each sector that is not as at the start.
+fn check_bitmap(chain: &Chain, bytes: &[u8], granularity: u64, label: &str) {
+    let header = chain.top().header().unwrap();
+    let all = Bitmap::with_entries(&chain.top().file, header).unwrap();
+    let [(entry, bitmap)] = &all[..] else { panic!("{label}: {all:?}") };
+    assert!(bitmap.is_usable() && bitmap.granularity == granularity, "{label}: {bitmap:?}");
+    let mut bits = Vec::new();
+    StoredBits::new(&chain.top().file, header, entry).read_to_end(&mut bits).unwrap();
+    for (found, at) in bytes.chunks_exact(SECTOR as usize).zip(0..) {
+        let granule = (at * SECTOR / granularity) as usize;
+        let is_dirty = bits[granule / 8] & 1 << (granule % 8) != 0;
+        assert!(is_dirty || found == stamp(at, 0), "{label}: sector {at} is clean");
+    }
+}
+
 /// Checks the image at `path` as a power cut after the last of `events` left it.
-fn check_image(path: &Path, disk: u64, events: &[Event], label: &str) {
+fn check_image(path: &Path, scene: &Scene, events: &[Event], label: &str) {
+    let disk = scene.disk;
     let chain = chain(path, false);
     let report = check::check(&chain, &mut |_, _| {}).unwrap();
     assert_eq!(report.corruptions, 0, "{label}: {report:?}");
     let mut bytes = vec![0; disk as usize];
     ChainReader::new(chain.layers()).unwrap().read_at(0, &mut bytes).unwrap();
+    if let Some(granularity) = scene.granularity {
+        check_bitmap(&chain, &bytes, granularity, label);
+    }
     let found = bytes.chunks_exact(SECTOR as usize);
     for ((found, sector), at) in found.zip(expected(disk, events)).zip(0..) {
         let first = (sector.durable == 0).then_some((0, Change::Bytes));
@@ -252,6 +277,10 @@ fn make(scene: &Scene, directory: &Path) -> Vec<PathBuf> {
         Start::Overlay => qemu.arg("top").succeeds(),
         Start::Compressed => qemu.args(["base", "top"]).succeeds(),
     };
+    if let Some(granularity) = scene.granularity {
+        let new = NewBitmap { name: "changes".into(), granularity, enabled: true };
+        bitmap_changes::add(&chain(&directory.join("top"), true), &new, None).unwrap();
+    }
     let files = ["top", "data"].map(|name| directory.join(name));
     files.into_iter().filter(|path| path.exists()).collect()
 }
@@ -277,6 +306,9 @@ fn record(scene: &Scene, path: &Path, random: &mut Random) -> Vec<Event> {
     image.flush().unwrap();
     journal.push(Event::Mark(Mark::Flushed(sent)));
     store.free_deferred(top.header().unwrap().cluster_bytes()).unwrap();
+    if let Some(bitmaps) = &map.0.bitmaps {
+        bitmaps.release().unwrap();
+    }
     journal.take()
 }
 
@@ -297,7 +329,7 @@ fn play(scene: &Scene, seed: u64) {
             contents.write_to(file);
         }
         let label = format!("{}, after {end} events", scene.options);
-        check_image(&path, scene.disk, events, &label);
+        check_image(&path, scene, events, &label);
         if cut % (ends.len() / SAMPLES) == 0 {
             let mut check = tool("qemu-img");
             let check = check.current_dir(scratch.path()).args(["check", "-q", "top"]);
@@ -310,11 +342,23 @@ fn play(scene: &Scene, seed: u64) {
 
 /// Plays scenes with images that are made with `options`.
 fn play_all(start: Start, shares: Shares, disk: u64, steps: u32, options: &[&'static str]) {
+    play_with(None, start, shares, disk, steps, options);
+}
+
+/// The same with a dirty bitmap.
+fn play_with(
+    granularity: Option<u64>,
+    start: Start,
+    shares: Shares,
+    disk: u64,
+    steps: u32,
+    options: &[&'static str],
+) {
     if !require_tool("qemu-img") {
         return;
     }
     for (options, seed) in options.iter().zip(1..) {
-        play(&Scene { options, start, shares, disk, steps }, seed);
+        play(&Scene { options, start, shares, disk, steps, granularity }, seed);
     }
 }
 
@@ -354,4 +398,13 @@ fn a_power_cut_leaves_no_corruption_where_subclusters_are_written() {
     play_all(Start::Overlay, Shares::Interleaved, 768 << 10, 50, &options);
     let options = ["extended_l2=on,compression_type=zstd"];
     play_all(Start::Compressed, Shares::Interleaved, 768 << 10, 50, &options);
+}
+
+#[test]
+fn a_power_cut_leaves_each_change_in_the_bitmap_of_the_image() {
+    let (overlay, compressed) = (Start::Overlay, Start::Compressed);
+    let options = ["cluster_size=1024", "cluster_size=65536", "data_file=data,cluster_size=4096"];
+    play_with(Some(512), overlay, Shares::Parts, 384 << 10, 40, &options);
+    let options = ["cluster_size=512"];
+    play_with(Some(64 << 10), compressed, Shares::Interleaved, 384 << 10, 40, &options);
 }

@@ -1,0 +1,74 @@
+//! A power cut at every step of a change of the list of bitmaps.
+//!
+//! Invariant: the list is the old one or the new one, and of each bitmap of both all bits are there.
+
+use std::io::Read;
+use std::path::Path;
+
+use crate::chain::Chain;
+use crate::error::ImageError;
+use crate::formats::format::Format;
+use crate::formats::qcow2::bitmaps::Bitmap;
+use crate::formats::qcow2::stored_bits::StoredBits;
+use crate::offline::bitmap_changes::{self, NewBitmap};
+use crate::offline::resize::resize;
+use crate::tests::power_loss::{Scene, every_cut, options, restore};
+use crate::tests::write_log::record;
+
+/// Bits of a bitmap, as it has them at first.
+const BITS: [u8; 9] = [0xa5, 1, 2, 3, 4, 5, 6, 7, 8];
+
+/// The usable bitmaps of the image at `path`, and whether each has its bits.
+fn listed(path: &Path) -> Vec<(String, u64, bool)> {
+    let chain = Chain::open(path, &options(false)).unwrap();
+    let (file, header) = (&chain.top().file, chain.top().header().unwrap());
+    let all = Bitmap::with_entries(file, header).unwrap();
+    let described = |(entry, bitmap): (_, Bitmap)| {
+        assert!(bitmap.is_usable(), "{bitmap:?}");
+        let mut bits = vec![0; BITS.len()];
+        StoredBits::new(file, header, &entry).read_exact(&mut bits).unwrap();
+        (bitmap.name, bitmap.granularity, bits == BITS)
+    };
+    all.into_iter().map(described).collect()
+}
+
+type Step = fn(&Chain) -> Result<(), ImageError>;
+
+fn add(chain: &Chain, name: &str, granularity: u64) -> Result<(), ImageError> {
+    let new = NewBitmap { name: name.into(), granularity, enabled: true };
+    bitmap_changes::add(chain, &new, Some(&mut &BITS[..]))
+}
+
+#[test]
+fn bitmaps_are_there_or_not_at_any_power_cut() {
+    let scene = Scene::new(Format::Qcow2);
+    let top = scene.path("top");
+    let disk = scene.disk("top", Format::Qcow2, "at first");
+    let mut expected: Vec<(String, u64, bool)> = Vec::new();
+    let steps: [(Step, &[(&str, u64, bool)]); 7] = [
+        (|chain| add(chain, "a", 4096), &[("a", 4096, true)]),
+        (|chain| add(chain, "b", 512), &[("a", 4096, true), ("b", 512, true)]),
+        (|chain| resize(chain, 32 << 20, false).map(drop), &[("a", 4096, true), ("b", 512, true)]),
+        (|chain| bitmap_changes::clear(chain, "b"), &[("a", 4096, true), ("b", 512, false)]),
+        (|chain| bitmap_changes::remove(chain, "a"), &[("b", 512, false)]),
+        (|chain| bitmap_changes::remove(chain, "b"), &[]),
+        (|chain| add(chain, "c", 65536), &[("c", 65536, true)]),
+    ];
+    for (step, then) in steps {
+        let before = scene.files();
+        let log = record(|| step(&Chain::open(&top, &options(true)).unwrap()).unwrap());
+        let after = scene.files();
+        let then =
+            then.iter().map(|(name, granularity, bits)| (name.to_string(), *granularity, *bits));
+        let then: Vec<_> = then.collect();
+        assert_eq!(listed(&top), then);
+        every_cut(&before, &log, |moment| {
+            let found = listed(&top);
+            assert!(found == expected || found == then, "{moment}: {found:?}");
+            let found = scene.disk("top", Format::Qcow2, moment);
+            assert!(found.starts_with(&disk), "{moment}");
+        });
+        restore(&after);
+        expected = then;
+    }
+}
