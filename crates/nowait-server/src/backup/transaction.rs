@@ -199,6 +199,15 @@ pub(crate) fn end(of: &RegisteredExport, running: &RunningBackup, end: BackupEnd
     of.set_backup(None);
 }
 
+/// Aborts all backups of a server that has ended, so that their bitmaps have all that was noted.
+pub(crate) fn abort_all(registry: &Registry) {
+    for of in registry.all() {
+        if let Some(running) = of.backup() {
+            end(&of, &running, BackupEnd::Abort);
+        }
+    }
+}
+
 /// Serves the disk of an ended backup without its guard; the export is not served.
 pub(crate) fn restore(of: &RegisteredExport, running: &RunningBackup) {
     // It may have another size by now, if it is a block device.

@@ -15,9 +15,10 @@ impl Exports {
     /// Adds a dirty bitmap to an export: changes that end from now on are marked in it if it is enabled.
     ///
     /// # Errors
-    /// Any [`BitmapError`] but [`BitmapError::NoBitmap`].
+    /// Any [`BitmapError`] but [`BitmapError::NoBitmap`]; [`BitmapError::InBackup`] for an export that is a backup, as for
+    /// all changes.
     pub fn add_bitmap(&self, id: ExportId, spec: &BitmapSpec) -> Result<(), BitmapError> {
-        let registered = self.of_bitmaps(id)?;
+        let registered = self.changeable(id)?;
         let export = registered.export();
         registered.bitmaps.add(spec, export.disk().size(), export.smallest_block())
     }
@@ -98,7 +99,7 @@ impl Exports {
         name: &str,
         enabled: bool,
     ) -> Result<(), BitmapError> {
-        self.of_bitmaps(id)?.bitmaps.set_enabled(name, enabled)
+        self.changeable(id)?.bitmaps.set_enabled(name, enabled)
     }
 
     /// Marks in bitmap `target` what is dirty in any of `sources`, which stay as they are. The granularities may
@@ -112,7 +113,7 @@ impl Exports {
         target: &str,
         sources: &[String],
     ) -> Result<(), BitmapError> {
-        let registered = self.of_bitmaps(id)?;
+        let registered = self.changeable(id)?;
         registered.bitmaps.merge(target, sources, registered.export().disk().size())
     }
 
@@ -130,10 +131,19 @@ impl Exports {
         id: ExportId,
         name: &str,
     ) -> Result<Arc<RegisteredExport>, BitmapError> {
-        let registered = self.of_bitmaps(id)?;
+        let registered = self.changeable(id)?;
         match registered.backup().is_some_and(|backup| backup.has_frozen(name)) {
             true => Err(BitmapError::InBackup),
             false => Ok(registered),
+        }
+    }
+
+    /// The export, unless it is a backup: its bitmap is that of another export.
+    fn changeable(&self, id: ExportId) -> Result<Arc<RegisteredExport>, BitmapError> {
+        let registered = self.of_bitmaps(id)?;
+        match registered.backup_of() {
+            Some(_) => Err(BitmapError::InBackup),
+            None => Ok(registered),
         }
     }
 

@@ -71,11 +71,32 @@ fn c80_a_bitmap_of_a_backup_stays_until_its_end() {
     scene.begin(frozen(&scene)).expect("a backup");
     assert_eq!(exports.remove_bitmap(id, "b"), Err(BitmapError::InBackup));
     assert_eq!(exports.clear_bitmap(id, "b"), Err(BitmapError::InBackup));
+    let backup = scene.id("0.backup");
+    assert_eq!(exports.clear_bitmap(backup, "b"), Err(BitmapError::InBackup));
+    assert_eq!(exports.enable_bitmap(backup, "b", true), Err(BitmapError::InBackup));
+    assert_eq!(exports.merge_bitmaps(backup, "b", &["b".into()]), Err(BitmapError::InBackup));
+    let new = BitmapSpec::new("new".into());
+    assert_eq!(exports.add_bitmap(backup, &new), Err(BitmapError::InBackup));
     exports.clear_bitmap(id, "other").expect("another one");
     exports.remove_bitmap(id, "other").expect("another one");
     scene.end("0", BackupEnd::Abort).expect("its end");
     exports.clear_bitmap(id, "b").expect("it is free");
     exports.remove_bitmap(id, "b").expect("it is free");
+}
+
+#[test]
+fn c80_the_end_of_a_server_aborts_its_backups() {
+    let mut scene = Scene::of(&[Kind::Raw]);
+    scene.exports.add_bitmap(scene.id("0"), &BitmapSpec::new("b".into())).expect("a bitmap");
+    let mut writer = scene.connect("0");
+    writer.write(0, &[1; 512]).expect("a write");
+    scene.begin(frozen(&scene)).expect("a backup");
+    writer.write(3 * BLOCK, &[1; 512]).expect("a write");
+    assert_eq!(dirty(&scene, "0"), BLOCK);
+    drop(writer);
+    scene.stop();
+    assert_eq!(dirty(&scene, "0"), 2 * BLOCK);
+    assert!(scene.exports.backups().is_empty());
 }
 
 #[test]

@@ -126,11 +126,20 @@ impl Scene {
 
 impl Drop for Scene {
     fn drop(&mut self) {
-        self.stopper.stop();
-        let ended = self.running.take().map(JoinHandle::join);
-        if !std::thread::panicking() {
-            assert_eq!(ended.unwrap().unwrap().unwrap().unfinished, 0);
+        if std::thread::panicking() {
+            self.stopper.stop();
+        } else if self.running.is_some() {
+            self.stop();
         }
+    }
+}
+
+impl Scene {
+    /// Ends the server. What is known of its exports stays.
+    pub(crate) fn stop(&mut self) {
+        self.stopper.stop();
+        let report = self.running.take().expect("a server").join().expect("its end");
+        assert_eq!(report.expect("its report").unfinished, 0);
     }
 }
 

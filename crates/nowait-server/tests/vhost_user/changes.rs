@@ -4,12 +4,12 @@
 
 use std::time::Duration;
 
-use nowait_server::{Limits, TokenBucket};
+use nowait_server::{BackupEnd, BackupSpec, Limits, TokenBucket, scratch_file};
 use nowait_testkit::nbd::{Client, Mode};
 use nowait_testkit::wait_until;
 
 use crate::driver::*;
-use crate::scene::Scene;
+use crate::scene::{SIZE, Scene};
 
 const SECTOR: u32 = 512;
 
@@ -83,4 +83,36 @@ fn the_connection_of_a_guest_is_closed_on_request_and_it_can_connect_again() {
     let mut again = Driver::connect(&scene.sockets[0]);
     assert_eq!(again.request(READ, 3, &[(DATA, SECTOR)]), (OK, SECTOR + 1));
     assert_eq!(other.request(READ, 0, &[(DATA, SECTOR)]), (OK, SECTOR + 1));
+}
+
+#[test]
+fn c78_a_guest_writes_its_disk_while_a_backup_of_it_is_read() {
+    let scene = Scene::new();
+    let id = scene.exports.list()[0].0;
+    let mut driver = Driver::connect(&scene.sockets[0]);
+    assert_eq!(driver.request(READ, 0, &[(DATA, SECTOR)]), (OK, SECTOR + 1));
+    let spec = BackupSpec {
+        export: id,
+        name: "backup".into(),
+        bitmap: None,
+        only_dirty: false,
+        discards: false,
+        scratch: scratch_file(scene.nbd.parent().unwrap(), None, SIZE).unwrap(),
+        scratch_bytes: SIZE,
+    };
+    let timeout = Duration::from_secs(30);
+    scene.exports.begin_backups(vec![spec], timeout).unwrap();
+    let mut backup = Client::connect_to(&scene.nbd, "backup", Mode::Structured).unwrap();
+    let range = [8u64.to_le_bytes(), 300u64.to_le_bytes()].concat();
+    for (kind, data) in [(WRITE, vec![255; 512]), (DISCARD, range.clone()), (WRITE_ZEROES, range)] {
+        driver.write(DATA, &data);
+        assert_eq!(driver.request(kind, 200, &[(DATA, data.len() as u32)]).0, OK, "kind {kind}");
+        let sectors = backup.read(0, SIZE as u32).unwrap();
+        let was = (0..SIZE).map(|at| (at / 512 % 251) as u8 + 1);
+        assert!(sectors.into_iter().eq(was), "kind {kind}");
+    }
+    scene.exports.end_backups(&[id], BackupEnd::Commit, timeout).unwrap();
+    assert_eq!(driver.request(READ, 8, &[(DATA, SECTOR)]), (OK, SECTOR + 1));
+    assert_eq!(driver.read(DATA, 1), [0], "the zeros of the guest");
+    assert_eq!(driver.request(FLUSH, 0, &[]), (OK, 1));
 }

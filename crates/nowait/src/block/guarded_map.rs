@@ -118,3 +118,84 @@ impl BlockMap for GuardedMap {
         None
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+    use crate::{BlockingFile, Flags, OpenOptions};
+
+    /// A guard that notes each change, and the first byte of the device before it.
+    #[derive(Default)]
+    struct Noting {
+        is_open: AtomicBool,
+        noted: Mutex<Vec<(u64, u64, u8)>>,
+    }
+
+    impl WriteGuard for Noting {
+        fn is_open(&self, _: ByteRange) -> bool {
+            self.is_open.load(Ordering::SeqCst)
+        }
+
+        fn before_change(&self, range: ByteRange, read: ReadDevice<'_>) {
+            let mut first = [0];
+            read(0, &mut first).unwrap();
+            self.noted.lock().unwrap().push((range.pos, range.len, first[0]));
+        }
+    }
+
+    #[test]
+    fn c78_each_change_is_announced_before_it_is_made_until_its_range_is_open() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        for cache_holes in [false, true] {
+            let options = OpenOptions::new().cache_holes(cache_holes);
+            let disk: Arc<BlockDevice<dyn BlockMap>> =
+                Arc::new(BlockDevice::open(file.path(), options).unwrap());
+            let guard = Arc::new(Noting::default());
+            let guarded = BlockingFile::new(Arc::new(disk.guarded(guard.clone()).unwrap()));
+            let before = BlockingFile::new(disk.clone());
+            before.write_at(&[1; 4096], 0, Flags::NONE).unwrap();
+            guarded.write_at(&[2; 4096], 0, Flags::NONE).unwrap();
+            guarded.write_at(&[3; 5], 0, Flags::NONE).unwrap();
+            guarded.zero(ByteRange::new(0, 8192), Flags::NONE).unwrap();
+            let discarded = guarded.discard(ByteRange::new(0, 4096)).map_err(|it| it.errno());
+            assert!(matches!(discarded, Ok(()) | Err(libc::EOPNOTSUPP)));
+            let noted = std::mem::take(&mut *guard.noted.lock().unwrap());
+            assert_eq!(noted, [(0, 4096, 1), (0, 5, 2), (0, 8192, 3), (0, 4096, 0)]);
+            guarded.flush().unwrap();
+            guarded.read_at(&mut [0; 512], 0).unwrap();
+            guard.is_open.store(true, Ordering::SeqCst);
+            guarded.write_at(&[4; 4096], 4096, Flags::NONE).unwrap();
+            let aligned = guard.noted.lock().unwrap().len();
+            assert!(aligned <= 1, "reads and flushes are no changes");
+            // The device below has the same bytes, and nothing hides them.
+            let mut byte = [0];
+            before.read_at(&mut byte, 4096).unwrap();
+            assert_eq!(byte, [4]);
+        }
+    }
+
+    #[test]
+    fn c51_a_failed_flush_of_the_guarded_device_is_one_of_both() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let disk: Arc<BlockDevice<dyn BlockMap>> =
+            Arc::new(BlockDevice::open(file.path(), OpenOptions::default()).unwrap());
+        let guarded = disk.guarded(Arc::new(Noting::default())).unwrap();
+        let lost = Error::new(libc::ENOSPC, Operation::Flush);
+        guarded.flushes.flush_shared(|| Err(lost)).unwrap_err();
+        assert!(disk.has_failed_flush() && disk.flush().is_err());
+    }
+
+    #[test]
+    fn a_file_that_grows_has_no_guard() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let grows: Arc<BlockDevice<dyn BlockMap>> =
+            Arc::new(BlockDevice::open_file(file.path(), OpenOptions::default()).unwrap());
+        let refused = grows.guarded(Arc::new(Noting::default())).map(|_| ());
+        assert_eq!(refused.unwrap_err().errno(), libc::EINVAL);
+    }
+}
