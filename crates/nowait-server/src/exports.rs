@@ -88,7 +88,7 @@ impl ExportStatus {
             limits: registered.limits.get(),
             client_limits: registered.limits.of_clients(),
             weight: registered.weight(),
-            backup: registered.backup().map(|backup| backup.status(registered)),
+            backup: registered.backup().map(|it| it.status(registered.id, export.name())),
         }
     }
 }

@@ -42,6 +42,7 @@ mod any_export;
 mod backup;
 mod registered_export;
 mod export_registry;
+mod backup_transaction;
 mod threads;
 mod event_loop;
 mod reactor;

@@ -11,7 +11,7 @@ pub use nowait::QueueKind;
 use nowait::{Error, Operation};
 
 use crate::any_export::AnyExport;
-use crate::backup::transaction;
+use crate::backup_transaction;
 #[cfg(feature = "sim")]
 pub use crate::event_loop::{SimChange, SimParked, Simulated, SimulatedUblk, SimulatedVhost};
 use crate::exports::Exports;
@@ -140,7 +140,7 @@ impl Server {
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => break,
             }
         }
-        transaction::abort_all(&self.shared.registry);
+        backup_transaction::abort_all(&self.shared.registry);
         self.shared.summarize_faults();
         Ok(ShutdownReport { unfinished: self.shared.in_flight(), handed_over: false })
     }

@@ -100,8 +100,9 @@ pub use api::local_file::local_driver::LocalDriver;
 pub use block::allocation_cache::AllocationCache;
 pub use block::block_map::{BlockMap, Extent, Intent, LinearMap, WouldBlock};
 pub use block::device::BlockDevice;
-pub use block::guarded_map::{GuardedMap, ReadDevice, WriteGuard};
+pub use block::guarded_map::GuardedMap;
 pub use block::image_format::ImageFormat;
+pub use block::write_guard::{ReadDevice, WriteGuard};
 #[cfg(feature = "sim")]
 pub use blocking::worker_pool::SimJob;
 pub use blocking::worker_pool::WorkerPool;

@@ -4,7 +4,6 @@
 //! states.
 
 mod help_texts;
-pub(crate) mod backup_args;
 mod bitmap_args;
 mod tls_args;
 mod remote_args;

@@ -5,9 +5,8 @@
 use nowait_control::{BackupInfo, Client, ClientError, EndBackup, ExportInfo, StartBackup};
 use nowait_server::BackupEnd;
 
-use crate::args::backup_args::{BackupAction, BackupCommand, EndedBackups, StartedBackups};
-use crate::commands::control::absolute;
-use crate::control_client::{ask, tell};
+use crate::args::control_args::{BackupAction, BackupCommand, EndedBackups, StartedBackups};
+use crate::control_client::{absolute, ask, tell};
 use nowait_daemon::error::{CliError, plain};
 use nowait_daemon::size::short;
 
@@ -58,12 +57,9 @@ fn backups(client: &Client) -> Result<Vec<ExportInfo>, ClientError> {
 fn table(exports: &[ExportInfo]) -> String {
     let line = |export: &ExportInfo| {
         let backup = export.backup.as_ref()?;
-        let bitmap = backup.bitmap.as_deref().map_or_else(|| "-".to_owned(), |it| plain(it).into());
-        let name = if export.name.is_empty() {
-            format!("@{}", export.id)
-        } else {
-            plain(&export.name).into()
-        };
+        let bitmap = backup.bitmap.as_deref().map_or_else(|| "-".to_owned(), plain);
+        let name =
+            if export.name.is_empty() { format!("@{}", export.id) } else { plain(&export.name) };
         Some(format!(
             "  {name:<16} {:<24} {bitmap:<12} {:>10} {:>10} {}\n",
             plain(&backup.name),

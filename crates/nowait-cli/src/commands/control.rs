@@ -20,7 +20,7 @@ use crate::args::control_args::{
 };
 use crate::args::upgrade_args::UpgradeArgs;
 use crate::commands::{backups, bitmaps};
-use crate::control_client::{ask, at, failed, no_server, print_json, tell, the_client};
+use crate::control_client::{absolute, ask, at, failed, no_server, print_json, tell, the_client};
 use crate::output;
 use nowait_daemon::control::control_socket;
 
@@ -149,13 +149,6 @@ fn image_name(image: &Path) -> Result<String, CliError> {
         Location::File(path) => absolute(&path),
         location => Ok(location.to_string()),
     }
-}
-
-/// A path as it is sent to a server.
-pub(crate) fn absolute(path: &Path) -> Result<String, CliError> {
-    let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    let text = absolute.into_os_string().into_string();
-    text.map_err(|_| CliError::at(path, "a path that is no text cannot be sent"))
 }
 
 /// Lists connections, or closes one.

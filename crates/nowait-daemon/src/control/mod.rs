@@ -2,8 +2,8 @@
 
 pub mod control_socket;
 pub mod token_file;
-pub(crate) mod backup_answers;
 pub(crate) mod bitmap_answers;
+pub(crate) mod backup_answers;
 pub(crate) mod export_bitmaps;
 pub(crate) mod control_tcp;
 pub(crate) mod running_server;

@@ -28,7 +28,7 @@ pub(crate) enum BlockState {
     Copied,
     /// It was all zeros.
     Zeros,
-    /// Nobody has it any more, or nobody wants it.
+    /// It was discarded, or is not wanted.
     Released,
 }
 

@@ -7,8 +7,7 @@ pub(crate) mod block_states;
 pub(crate) mod scratch;
 pub(crate) mod point_in_time;
 pub(crate) mod backup_device;
-pub(crate) mod running_backup;
 pub(crate) mod backup_spec;
-pub(crate) mod transaction;
+pub(crate) mod running_backup;
 #[cfg(feature = "sim")]
 pub(crate) mod sim_backup;

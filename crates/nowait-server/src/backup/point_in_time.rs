@@ -234,7 +234,7 @@ impl PointInTime {
         })
     }
 
-    /// What the blocks in `range` are: nobody needs them any more.
+    /// Gives up the blocks that are in `range` as a whole: reads of them fail from now on.
     pub(crate) fn release(&self, range: ByteRange) {
         let blocks = self.states.contained(range, self.size);
         let mut to_free: Option<std::ops::Range<u64>> = None;

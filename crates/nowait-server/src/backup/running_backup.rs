@@ -11,7 +11,6 @@ use crate::backup::backup_spec::BackupStatus;
 use crate::backup::point_in_time::PointInTime;
 use crate::dirty_bitmaps::dirty_bitmap::DirtyBitmap;
 use crate::export::ExportId;
-use crate::registered_export::RegisteredExport;
 
 /// A backup that has begun and has not ended.
 pub(crate) struct RunningBackup {
@@ -28,12 +27,12 @@ pub(crate) struct RunningBackup {
 }
 
 impl RunningBackup {
-    /// What is known of it, a backup of `of`.
-    pub(crate) fn status(&self, of: &RegisteredExport) -> BackupStatus {
+    /// What is known of it, a backup of `export`, which is called `export_name`.
+    pub(crate) fn status(&self, export: ExportId, export_name: &str) -> BackupStatus {
         let scratch = self.point.scratch();
         BackupStatus {
-            export: of.id,
-            export_name: of.export().name().to_owned(),
+            export,
+            export_name: export_name.to_owned(),
             backup: self.id,
             name: self.name.clone(),
             bitmap: self.frozen.as_ref().map(|bitmap| bitmap.name.to_string()),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::backup::backup_spec::{BackupEnd, BackupError, BackupRefusal, BackupSpec, BackupStatus};
-use crate::backup::transaction::{self, PreparedBackup};
+use crate::backup_transaction::{self, PreparedBackup};
 use crate::export::ExportId;
 use crate::export_error::ExportError;
 use crate::exports::Exports;
@@ -44,7 +44,7 @@ impl Exports {
         let paused = self.0.pause_exports(exports, deadline);
         let refused = |error| BackupError { export: first, why: BackupRefusal::Export(error) };
         let paused = paused.map_err(refused)?;
-        let begun = transaction::begin(&self.0.registry, prepared);
+        let begun = backup_transaction::begin(&self.0.registry, prepared);
         drop(paused);
         begun
     }
@@ -69,9 +69,9 @@ impl Exports {
         let mut all = exports.iter().map(registered).collect::<Result<Vec<_>, _>>()?;
         all.sort_by_key(|export| export.id);
         all.dedup_by_key(|export| export.id);
-        let running = transaction::check_end(&all, end)?;
+        let running = backup_transaction::check_end(&all, end)?;
         for (of, running) in all.iter().zip(&running) {
-            transaction::end(of, running, end);
+            backup_transaction::end(of, running, end);
             self.0.registry.remove_backup(running.id);
         }
         self.0.review_exports();
@@ -82,7 +82,7 @@ impl Exports {
             }
             match self.0.pause_exports(vec![of.clone()], deadline) {
                 Ok(paused) => {
-                    transaction::restore(of, running);
+                    backup_transaction::restore(of, running);
                     drop(paused);
                 }
                 // The disk is served through a guard that lets all pass.
@@ -98,7 +98,8 @@ impl Exports {
     /// The backups that have not ended, in the order of their exports.
     #[must_use]
     pub fn backups(&self) -> Vec<BackupStatus> {
-        let status = |of: &Arc<RegisteredExport>| Some(of.backup()?.status(of));
+        let status =
+            |of: &Arc<RegisteredExport>| Some(of.backup()?.status(of.id, of.export().name()));
         self.0.registry.served().iter().filter_map(status).collect()
     }
 }

@@ -4,8 +4,8 @@
 //! cuts it, because a map may derive it from an image's untrusted bytes.
 
 use crate::block::ahead_map::AheadMap;
-use crate::block::guarded_map::WriteGuard;
 use crate::block::image_format::ImageFormat;
+use crate::block::write_guard::WriteGuard;
 use crate::types::byte_range::ByteRange;
 use crate::types::request::ExtentStatus;
 

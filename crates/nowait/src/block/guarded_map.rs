@@ -9,22 +9,10 @@ use crate::block::ahead_map::AheadMap;
 use crate::block::block_map::{BlockMap, Extent, Intent, WouldBlock};
 use crate::block::device::BlockDevice;
 use crate::block::image_format::ImageFormat;
+use crate::block::write_guard::WriteGuard;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
 use crate::types::request::ExtentStatus;
-
-/// Fills memory with the bytes of a device from a position on, as they are now.
-pub type ReadDevice<'a> = &'a dyn Fn(u64, &mut [u8]) -> Result<(), Error>;
-
-/// The receiver of the changes of a device that are about to be made.
-pub trait WriteGuard: Send + Sync + 'static {
-    /// Whether changes of `range` may be made without [`WriteGuard::before_change`]. Once they may, they always may.
-    fn is_open(&self, range: ByteRange) -> bool;
-
-    /// A change of `range` is made when this has returned, and not before. Called on a thread that may block, without a
-    /// lock, and by several threads simultaneously.
-    fn before_change(&self, range: ByteRange, read: ReadDevice<'_>);
-}
 
 /// The map of a device, with a guard.
 pub struct GuardedMap {
@@ -125,7 +113,7 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
-    use crate::{BlockingFile, Flags, OpenOptions};
+    use crate::{BlockingFile, Flags, OpenOptions, ReadDevice};
 
     /// A guard that notes each change, and the first byte of the device before it.
     #[derive(Default)]

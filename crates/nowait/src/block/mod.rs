@@ -5,6 +5,7 @@ pub(crate) mod range_lock;
 pub(crate) mod flush_coalescer;
 pub(crate) mod waiting_flushes;
 pub(crate) mod ahead_map;
+pub(crate) mod write_guard;
 pub(crate) mod block_map;
 pub(crate) mod allocation_cache;
 pub(crate) mod allocate_ahead;

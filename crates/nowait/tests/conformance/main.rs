@@ -45,13 +45,17 @@ use std::path::Path;
 const PAGE: &str = include_str!("../../../../docs/contract.md");
 
 /// Rules without a test here, with the reason.
-const EXPLAINED: [(u32, &str); 15] = [
+const EXPLAINED: [(u32, &str); 19] = [
     (9, "flags are a set of constants: no unknown one can be made, and no two contradict"),
     (27, "tests/write_options.rs has it, on file systems that do and do not tear writes"),
     (50, "capabilities are advertised by a frontend, whose tests have it"),
     (53, "tests/grow.rs has it; a disk is cut off by its frontend, whose tests have it"),
     (55, "replies to clients are a frontend's, whose tests have it"),
     (56, "the contents of replies are a frontend's, whose tests have it"),
+    (74, "stored bitmaps are those of nowait-image, whose tests have it"),
+    (75, "stored bitmaps are those of nowait-image, whose tests have it"),
+    (76, "stored bitmaps are those of nowait-image, whose tests have it"),
+    (77, "stored bitmaps are those of nowait-image, whose tests have it"),
     (78, "backups are the server's, whose tests have it"),
     (79, "backups are the server's, whose tests have it"),
     (80, "backups are the server's, whose tests have it"),

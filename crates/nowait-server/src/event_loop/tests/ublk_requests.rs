@@ -12,12 +12,18 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::channel;
 
-use nowait::{AioThreadQueue, EventSource, IoBuffer, Outcome, QueueFile, QueueFull, Transfer};
+use nowait::{
+    AioThreadQueue, BlockingFile, EventSource, IoBuffer, Outcome, QueueFile, QueueFull, Transfer,
+};
 
+use crate::backup::backup_spec::BackupSpec;
+use crate::backup::scratch::scratch_file;
+use crate::backup_transaction::{self, PreparedBackup};
 use crate::event_loop::tests::*;
 use crate::frontend_kind::FrontendKind;
 use crate::frontends::Frontends;
 use crate::rate_limit::{Limits, TokenBucket};
+use crate::threads::Shared;
 use crate::ublk::ublk_channel::UblkStart;
 use crate::ublk::ublk_cmd::{
     ABORTED, COMMIT_AND_FETCH_REQ, DESCRIPTOR_BYTES, F_ZERO_COPY, FETCH_REQ, IO_FUA,
@@ -197,6 +203,11 @@ impl Scene {
 
     /// With an image of `size` bytes and a driver that has `features`.
     fn of(size: u64, features: u64) -> Self {
+        Self::prepared(size, features, |_| ())
+    }
+
+    /// The same; `prepare` is called with the export before the thread uses it.
+    fn prepared(size: u64, features: u64, prepare: impl FnOnce(&Shared)) -> Self {
         let driver: Rc<RefCell<Driver>> = Rc::default();
         let (context, engine) = parts_of(size, Config::default(), || {
             let transfers = AioThreadQueue::new(64).unwrap();
@@ -212,6 +223,7 @@ impl Scene {
         let on_removed = Box::new(move || _ = counted.fetch_add(1, Ordering::Relaxed));
         let mut thread = EventLoop::new(&context, engine, context.frontends()).unwrap();
         let (started, begun) = channel();
+        prepare(&thread.shared);
         let used = registered(&thread).shared().begin_use().unwrap();
         let start = UblkStart { device: device.clone(), number: 0, used, on_removed, started };
         context.channels.ublk.start(start);
@@ -509,6 +521,41 @@ fn registered_data_are_not_copied_and_a_request_that_must_wait_is_done_with_a_co
     scene.request(3, u32::from(OP_WRITE), 8, (2 * SIZE) >> 9);
     assert_eq!(scene.answer(3), -libc::ENOSPC);
     assert_eq!(scene.driver.borrow().direct, 3);
+}
+
+#[test]
+fn c78_a_node_writes_its_disk_while_a_backup_of_it_is_read() {
+    let directory = tempfile::tempdir().unwrap();
+    let begin = |shared: &Shared| {
+        let export = shared.registry.default_export().unwrap();
+        let spec = BackupSpec {
+            export: export.id,
+            name: "backup".into(),
+            bitmap: None,
+            only_dirty: false,
+            discards: false,
+            scratch: scratch_file(directory.path(), None, BackupSpec::scratch_size(SIZE)).unwrap(),
+            scratch_bytes: SIZE,
+        };
+        let prepared = PreparedBackup::new(export, spec, 4096).unwrap();
+        backup_transaction::begin(&shared.registry, vec![prepared]).unwrap();
+    };
+    for features in [0, F_ZERO_COPY] {
+        let mut scene = Scene::prepared(SIZE, features, begin);
+        let backup = scene.thread.shared.registry.find("backup").unwrap();
+        let backup = BlockingFile::new(backup.export().disk().clone());
+        for (op, result) in
+            [(OP_WRITE, 8192), (OP_WRITE_ZEROES, 0), (OP_DISCARD, 0), (OP_WRITE, 8192)]
+        {
+            scene.request(1, u32::from(op), 16, 8);
+            assert_eq!(scene.answer(1), result, "operation {op}");
+            let mut was = [0; 65536];
+            backup.read_at(&mut was, 0).unwrap();
+            assert!(was == [7; 65536], "operation {op}");
+        }
+        let copied = registered(&scene.thread).backup().unwrap().point.copied();
+        assert_eq!(copied, 8192, "two blocks, once each");
+    }
 }
 
 #[test]
