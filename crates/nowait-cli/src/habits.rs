@@ -23,11 +23,7 @@ pub(crate) const OPTIONS: &[(&str, &[&str], &str)] = &[
     ),
     ("serve", &["-l", "--load-snapshot"], "name it as IMAGE@NAME, and take '--read-only'"),
     ("serve", &["-P", "--partition", "-o", "--offset"], "a disk is served whole"),
-    (
-        "serve",
-        &["-B"],
-        "take '--bitmap NAME' for a new one; those of an image are served with '--read-only'",
-    ),
+    ("serve", &["-B"], "take '--bitmap NAME' for a new one; those of an image are served with it"),
     (
         "serve",
         &["--discard", "--detect-zeroes"],

@@ -51,6 +51,11 @@ fn no_header_reaches_a_file_that_it_may_not_name() {
 }
 
 #[test]
+fn no_bytes_make_a_dirty_bitmap_lose_a_change() {
+    check_target("bitmaps", 400);
+}
+
+#[test]
 fn no_bytes_break_the_writers_of_qcow2_images() {
     check_target("changed", 1_600);
 }

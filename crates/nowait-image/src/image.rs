@@ -155,6 +155,20 @@ fn open_raw(
     Ok(Content::Raw { device: Arc::new(device), chain })
 }
 
+/// The persistent dirty bitmaps of the image of `layer`, which is not written to, with the bits of those that are usable.
+///
+/// # Errors
+/// `EINVAL`: the list of bitmaps is damaged. Those of pread(2).
+pub fn bitmaps_of(layer: &Layer) -> Result<Vec<(Bitmap, Option<StoredBits>)>, ImageError> {
+    let Some(header) = layer.content::<Header>() else { return Ok(Vec::new()) };
+    let all = Bitmap::with_entries(&layer.file, header)?;
+    let with_bits = |(entry, bitmap): (Entry, Bitmap)| {
+        let bits = bitmap.is_usable().then(|| StoredBits::new(&layer.file, header, &entry));
+        (bitmap, bits)
+    };
+    Ok(all.into_iter().map(with_bits).collect())
+}
+
 impl Image {
     /// The format of the image.
     #[must_use]
@@ -218,15 +232,7 @@ impl Image {
             };
             return Ok(store.bitmaps().into_iter().map(with_bits).collect());
         }
-        let top = self.top();
-        let Some(header) = top.content::<Header>() else { return Ok(Vec::new()) };
-        let all = Bitmap::with_entries(&top.file, header)?;
-        let bits = |entry: &Entry| StoredBits::new(&top.file, header, entry);
-        let with_bits = |(entry, bitmap): (Entry, Bitmap)| {
-            let bits = bitmap.is_usable().then(|| bits(&entry));
-            (bitmap, bits)
-        };
-        Ok(all.into_iter().map(with_bits).collect())
+        bitmaps_of(self.top())
     }
 
     /// The persistent dirty bitmaps of a qcow2 image that is written to, if it has any.

@@ -25,7 +25,7 @@ pub enum ImageBug {
     FlushBesideAnother,
     /// A cluster with a refcount of 0 is allocated although it is in use.
     ForgetOverlapCheck,
-    /// The bits of a write are not on storage before its data.
+    /// The bits of a write are stored after its acknowledgement: when the image is closed (C74).
     BitAfterWrite,
 }
 

@@ -50,7 +50,7 @@ pub use formats::qcow2::header::{Header, MAGIC};
 pub use formats::qcow2::stored_bits::StoredBits;
 pub use formats::signature::{PROBE_BYTES, Signature, mark_raw, settle_raw};
 pub use handed_over::HandedOver;
-pub use image::{Image, open, open_storage};
+pub use image::{Image, bitmaps_of, open, open_storage};
 pub use image_file::{ImageFile, NO_MEDIUM};
 #[cfg(feature = "sim")]
 pub use injected_bug::{ImageBug, inject};

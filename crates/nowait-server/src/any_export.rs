@@ -79,6 +79,12 @@ impl AnyExport {
         Ok(self)
     }
 
+    /// Whether it has a dirty bitmap of this name.
+    #[must_use]
+    pub fn has_bitmap(&self, name: &str) -> bool {
+        self.bitmaps.names().iter().any(|bitmap| &*bitmap.name == name)
+    }
+
     /// Adds a dirty bitmap whose bits are in `content`: one for each granule of the disk, of each byte the lowest first.
     ///
     /// # Errors

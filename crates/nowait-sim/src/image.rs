@@ -20,6 +20,7 @@ use crate::model::Violation;
 use crate::pattern;
 use crate::pattern::BASE;
 use crate::scenario::Scenario;
+use crate::stored_bitmap;
 
 /// Bytes of a qcow2 image's device beyond twice the size of its disk.
 const SPARE_BYTES: u64 = 256 << 10;
@@ -113,7 +114,7 @@ fn has_subclusters(scenario: &Scenario) -> bool {
 /// The image could not be created.
 pub fn stack(
     scenario: &Scenario,
-    device: &SimDevice,
+    device: &Arc<SimDevice>,
     disk: Option<&[u8]>,
     size: u64,
     random: &mut Random,
@@ -135,7 +136,14 @@ pub fn stack(
         Some([]) => device.put_on(None, &image),
         Some(disk) => device.put_on(Some(&raw_base(disk, random)), &image),
     }
-    Ok(())
+    match stored_bitmap::is_wanted(scenario) {
+        true => stored_bitmap::add(&chain(device, for_writing())?),
+        false => Ok(()),
+    }
+}
+
+fn for_writing() -> ChainOptions {
+    ChainOptions { writable: true, ..ChainOptions::default() }
 }
 
 /// A raw image that holds `disk`: of the same length, longer, or without the zeros at its end.
@@ -233,12 +241,21 @@ pub fn mend(device: &Arc<SimDevice>) -> Result<(), Violation> {
     }
 }
 
+/// Removes the bitmap of the image on `device`, which is not open.
+///
+/// # Errors
+/// It cannot be removed.
+pub fn remove_bitmap(device: &Arc<SimDevice>) -> Result<(), Violation> {
+    stored_bitmap::remove(&chain(device, for_writing())?)
+}
+
 /// Gives the qcow2 disk on `device`, which is not open, `size` bytes.
 ///
 /// # Errors
 /// It has not changed its size.
 pub fn resize(device: &Arc<SimDevice>, size: u64) -> Result<(), Violation> {
-    let chain = chain(device, ChainOptions { writable: true, ..ChainOptions::default() })?;
+    let chain = chain(device, for_writing())?;
+    stored_bitmap::before_resize(&chain, size)?;
     match resize::resize(&chain, size, true).map_err(wrong)? {
         after if after == size => Ok(()),
         after => Err(Violation::new(format!("a disk has {after} bytes instead of {size}"))),
@@ -256,6 +273,9 @@ fn qcow2(
     let report = check::check(&chain, &mut |_, _| {}).map_err(wrong)?;
     if report.corruptions > 0 && opening == Opening::Consistent {
         return Err(Violation::new(format!("the image is corrupt: {report:?}")));
+    }
+    if opening == Opening::Consistent && stored_bitmap::is_wanted(scenario) {
+        stored_bitmap::check(&chain)?;
     }
     let (direct, cache_holes) = (scenario.disk.direct, scenario.disk.cache_holes);
     let options = ServeOptions { writable, direct, cache_holes };

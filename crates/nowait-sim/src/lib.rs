@@ -11,6 +11,7 @@ pub mod mode;
 pub mod scenario;
 pub mod protection;
 pub mod oracle;
+pub mod stored_bitmap;
 pub mod image;
 pub mod count_damage;
 pub mod system_under_test;

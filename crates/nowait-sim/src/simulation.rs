@@ -333,6 +333,8 @@ impl<S: SystemUnderTest> Simulation<S> {
         }
         let mut disk = self.contents(random)?;
         self.device.set_faults(Faults::default());
+        // The counts of its clusters are relied on.
+        image::remove_bitmap(&self.device)?;
         let failed = |error| Violation::new(format!("no damage can be done: {error}"));
         let damage = count_damage::damage(&self.device, random).map_err(failed)?;
         for (range, from) in damage.copies {

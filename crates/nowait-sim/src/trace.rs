@@ -53,6 +53,7 @@ pub fn name_of(bug: InjectedBug) -> &'static str {
         InjectedBug::Image(ImageBug::ForgetFailure) => "forget-failure",
         InjectedBug::Image(ImageBug::FlushBesideAnother) => "flush-beside-another",
         InjectedBug::Image(ImageBug::ForgetOverlapCheck) => "forget-overlap-check",
+        InjectedBug::Image(ImageBug::BitAfterWrite) => "bit-after-write",
         InjectedBug::Remote(RemoteBug::ForgetReplay) => "forget-replay",
         InjectedBug::Remote(RemoteBug::TrimWhenAsked) => "trim-when-asked",
         InjectedBug::Remote(RemoteBug::TrimTooMuch) => "trim-too-much",

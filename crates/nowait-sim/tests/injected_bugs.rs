@@ -217,6 +217,11 @@ fn a_failed_write_of_metadata_that_is_not_reported_is_found() {
 }
 
 #[test]
+fn a_bit_of_a_stored_bitmap_that_is_set_after_the_acknowledgement_is_found() {
+    is_found(InjectedBug::Image(ImageBug::BitAfterWrite));
+}
+
+#[test]
 fn a_client_that_is_forgotten_under_a_limit_is_found() {
     is_found(InjectedBug::Server(ServerBug::ForgetHeld));
 }

@@ -4,12 +4,13 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
 use nowait_testkit::nbd::Mode;
 use nowait_testkit::{require_tool, tool, wait_until};
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 use crate::common::status_client::StatusClient;
@@ -104,16 +105,25 @@ impl QemuNbd {
     fn start(image: &Path, bitmap: &str, socket: &Path) -> Self {
         let _ = std::fs::remove_file(socket);
         let mut command = tool("qemu-nbd");
-        command.args(["--read-only", "--persistent", "--format=qcow2", "--bitmap", bitmap, "-k"]);
+        command.args([
+            "--read-only",
+            "--persistent",
+            "--shared=9",
+            "--format=qcow2",
+            "--bitmap",
+            bitmap,
+            "-k",
+        ]);
         let child = command.arg(socket).arg(image).spawn().expect("qemu-nbd");
-        wait_until("qemu-nbd's socket", || socket.exists());
+        wait_until("qemu-nbd's socket", || UnixStream::connect(socket).is_ok());
         Self { child, socket: socket.to_owned() }
     }
 }
 
 impl Drop for QemuNbd {
     fn drop(&mut self) {
-        let _ = self.child.kill();
+        // By the program that bounds its time, which passes it on.
+        let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
         let _ = self.child.wait();
     }
 }
@@ -152,7 +162,7 @@ fn a_bitmap_is_there_again_at_the_next_start_with_what_was_noted() {
         "dirty_bytes": USUAL});
     assert_eq!(it.listed(), json!([info("a", true, 1), info("off", false, 0), temporary]));
     server.stop();
-    let server = it.serve(&[]);
+    let server = it.serve(&["--bitmap", "a"]);
     assert_eq!(it.listed(), json!([info("a", true, 1), info("off", false, 0)]));
     server.connect().write(100 * MIB, &[1; 512]).expect("a write");
     assert_eq!(dirty(&server.socket(), "a"), [16, 1600]);

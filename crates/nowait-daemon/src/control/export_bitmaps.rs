@@ -83,8 +83,10 @@ impl ExportBitmaps<'_> {
     pub(crate) fn clear(&self, name: &str) -> Result<(), ControlError> {
         let ImageExchange { exports, id, .. } = self.0;
         match self.usable(name)?.persistent {
-            // It cannot fail: nothing else changes bitmaps meanwhile.
-            true => self.0.clear_bitmap(name, || drop(exports.clear_bitmap(id, name).ok())),
+            true => self.0.clear_bitmap(name, || {
+                // It cannot fail: nothing else changes bitmaps meanwhile.
+                let _ = exports.clear_bitmap(id, name);
+            }),
             false => exports.clear_bitmap(id, name).map_err(refused),
         }
     }

@@ -190,8 +190,13 @@ pub(crate) fn exports_of(
     }
     for bitmap in &config.bitmap {
         let index = bitmap.export_of(&named).map_err(CliError::new)?;
-        let failed = |error| CliError::new(format!("--bitmap {bitmap}: {error}"));
-        let export = exports.remove(index).with_bitmap(&bitmap.spec()).map_err(failed)?;
+        let (failed, spec) =
+            (|error| CliError::new(format!("--bitmap {bitmap}: {error}")), bitmap.spec());
+        // One that is stored in the image is the one that is meant.
+        if exports.get(index).is_some_and(|export| export.has_bitmap(&spec.name)) {
+            continue;
+        }
+        let export = exports.remove(index).with_bitmap(&spec).map_err(failed)?;
         exports.insert(index, export);
     }
     Ok(exports)

@@ -8,6 +8,7 @@ mod vhdx_image;
 mod tree;
 mod image_names;
 mod image_ops;
+mod bitmaps;
 mod refcounts;
 mod transmission;
 mod segments;
@@ -20,7 +21,7 @@ mod launcher;
 use crate::target::Target;
 
 /// All targets.
-pub const ALL: [&Target; 14] = [
+pub const ALL: [&Target; 15] = [
     &handshake::TARGET,
     &transmission::TARGET,
     &image::TARGET,
@@ -28,6 +29,7 @@ pub const ALL: [&Target; 14] = [
     &vhdx_image::TARGET,
     &image_names::TARGET,
     &image_ops::TARGET,
+    &bitmaps::TARGET,
     &refcounts::TARGET,
     &segments::TARGET,
     &client::TARGET,

@@ -19,6 +19,7 @@ use crate::image_file::ImageFile;
 use crate::injected_bug::{self, ImageBug};
 use crate::qcow2_disk::refcount_allocator::ClusterRun;
 use crate::qcow2_disk::regions::Regions;
+use crate::qcow2_disk::writeback::MetadataWriteback;
 use crate::qcow2_disk::yielding_lock::lock_for_io;
 
 /// Bytes of bits that are written together.
@@ -65,6 +66,7 @@ impl StoredBitmap {
 pub struct BitmapStore {
     file: Arc<ImageFile>,
     header: Header,
+    writeback: Arc<MetadataWriteback>,
     /// The file again, for all transfers beside requests.
     storage: Arc<dyn Storage>,
     /// Bytes of a block, which transfers begin and end with.
@@ -95,9 +97,9 @@ impl BitmapStore {
     pub(crate) fn open(
         file: &Arc<ImageFile>,
         header: &Header,
-        storage: Arc<dyn Storage>,
-        block: u64,
+        writeback: &Arc<MetadataWriteback>,
     ) -> Result<Self, ImageError> {
+        let ((storage, block), writeback) = (writeback.metadata_storage(), writeback.clone());
         let failed = |error: io::Error| ImageError::os(file.path(), "read its bitmaps", &error);
         let mut bitmaps = Vec::new();
         for (entry, bitmap) in Bitmap::with_entries(file, header)? {
@@ -108,8 +110,20 @@ impl BitmapStore {
         }
         let (file, header) = (file.clone(), header.clone());
         let regions = Regions::new(header.size);
-        let store =
-            Self { file, header, storage, block, bitmaps, writing: Mutex::new(()), regions };
+        let store = Self {
+            file,
+            header,
+            writeback,
+            storage,
+            block,
+            bitmaps,
+            writing: Mutex::new(()),
+            regions,
+        };
+        if !store.writeback.reserve_bitmaps(&store.clusters()) {
+            let why = "its bitmaps are in clusters with another use, and it is only read (look at it with nowait check)";
+            return Err(ImageError::refused(store.file.path(), why));
+        }
         let failed = |error: Error| {
             ImageError::os(store.file.path(), "mark its bitmaps", &io::Error::from(error))
         };
@@ -117,15 +131,15 @@ impl BitmapStore {
         Ok(store)
     }
 
-    /// The clusters of the list, the tables and the bits, by their numbers and in runs.
-    pub(crate) fn clusters(&self) -> Vec<ClusterRun> {
+    /// The clusters of the list, and of the tables and bits of the usable bitmaps, by their numbers and in runs.
+    fn clusters(&self) -> Vec<ClusterRun> {
         let bits = self.header.cluster_bits;
         let run = |pos: u64, len: u64| ClusterRun {
             first: pos >> bits,
             count: len.div_ceil(self.header.cluster_bytes()),
         };
         let mut all: Vec<_> = self.header.bitmaps.iter().map(|it| run(it.pos, it.len)).collect();
-        for stored in &self.bitmaps {
+        for stored in self.bitmaps.iter().filter(|stored| stored.bitmap.is_usable()) {
             all.push(run(stored.entry.table_pos, u64::from(stored.entry.table_entries) * 8));
             all.extend(stored.clusters.iter().map(|pos| run(*pos, 1)));
         }
@@ -190,7 +204,7 @@ impl BitmapStore {
             is_changed = true;
         }
         if is_changed {
-            self.storage.sync()?;
+            self.sync()?;
         }
         self.restart();
         Ok(())
@@ -210,7 +224,13 @@ impl BitmapStore {
     fn write_autoclear(&self, kept: u32) -> Result<(), Error> {
         let bits = self.header.autoclear_with(kept);
         self.change(Header::AUTOCLEAR_AT, &bits.to_be_bytes(), |_, new| new)?;
-        self.storage.sync()
+        self.sync()
+    }
+
+    /// Makes what was written durable, by a flush of the image: of two syncs of a file side by side only one would see that
+    /// a write was lost.
+    fn sync(&self) -> Result<(), Error> {
+        self.writeback.flush_with_bits()
     }
 
     /// Sets the flags of the usable bitmaps, and `more` of them, durably.
@@ -219,7 +239,7 @@ impl BitmapStore {
             let flags = more | stored.flags();
             self.change(stored.entry.at + FLAGS_AT, &flags.to_be_bytes(), |_, new| new)?;
         }
-        self.storage.sync()
+        self.sync()
     }
 
     /// Stores the bits, after which no bitmap is in use: any program may write to the image then. No request is in flight,
@@ -268,7 +288,7 @@ impl BitmapStore {
                 }
             }
         }
-        self.storage.sync()
+        self.sync()
     }
 
     /// Opens the regions of `range`, a range of the disk, for writes: its bits are on storage when this returns. A request
@@ -284,6 +304,7 @@ impl BitmapStore {
     #[cold]
     fn open_regions(&self, range: ByteRange) -> Result<(), Error> {
         if injected_bug::injected(ImageBug::BitAfterWrite) {
+            self.regions.open(range);
             return Ok(());
         }
         let _writing = lock_for_io(&self.writing);
@@ -296,7 +317,7 @@ impl BitmapStore {
             for stored in self.bitmaps.iter().filter(|stored| stored.is_recording()) {
                 self.set_bits(stored, inside)?;
             }
-            self.storage.sync()?;
+            self.sync()?;
             self.regions.open(closed);
         }
         Ok(())

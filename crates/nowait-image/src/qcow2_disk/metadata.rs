@@ -286,9 +286,14 @@ impl Metadata {
         self.allocator.as_mut().map(RefcountAllocator::take_deferred).unwrap_or_default()
     }
 
-    /// Notes that dirty bitmaps are in the clusters of `runs`.
-    pub(crate) fn reserve_bitmaps(&mut self, runs: &[ClusterRun]) {
-        runs.iter().for_each(|run| self.reserved.add(ClusterUse::Bitmaps, run.first, run.count));
+    /// Notes that dirty bitmaps are in the clusters of `runs`. Returns false, and notes nothing more, at one that has
+    /// another use.
+    pub(crate) fn reserve_bitmaps(&mut self, runs: &[ClusterRun]) -> bool {
+        runs.iter().all(|&ClusterRun { first, count }| {
+            let is_free = self.reserved.free_of(first, count) == count;
+            self.reserved.add(ClusterUse::Bitmaps, first, count);
+            is_free
+        })
     }
 
     /// Sets the result of the survey: of all clusters that were in the file when it was opened,

@@ -219,15 +219,13 @@ fn open_map(
 fn open_bitmaps(
     layer: &Layer,
     header: &Header,
-    writeback: &MetadataWriteback,
+    writeback: &Arc<MetadataWriteback>,
     options: ServeOptions,
 ) -> Result<Option<Arc<BitmapStore>>, ImageError> {
     if !options.writable || header.bitmaps.is_none() {
         return Ok(None);
     }
-    let (storage, block) = writeback.metadata_storage();
-    let bitmaps = BitmapStore::open(&layer.file, header, storage, block)?;
-    writeback.reserve_bitmaps(&bitmaps.clusters());
+    let bitmaps = BitmapStore::open(&layer.file, header, writeback)?;
     Ok(Some(Arc::new(bitmaps)))
 }
 

@@ -6,6 +6,7 @@
 //! that was written, that batch is written again before any other.
 
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -73,6 +74,8 @@ pub(crate) struct MetadataWriteback {
     unfinished: Mutex<Vec<WritebackBlock>>,
     flusher: Mutex<FlusherState>,
     changed: Condvar,
+    /// Whether bits of bitmaps were written since the last writeback began.
+    has_bits: AtomicBool,
 }
 
 impl MetadataWriteback {
@@ -95,6 +98,7 @@ impl MetadataWriteback {
             unfinished: Mutex::default(),
             flusher: Mutex::default(),
             changed: Condvar::new(),
+            has_bits: AtomicBool::new(false),
         }
     }
 
@@ -114,9 +118,9 @@ impl MetadataWriteback {
         (storage.clone(), lock(&self.metadata).cache.block())
     }
 
-    /// Notes that dirty bitmaps are in the clusters of `runs`.
-    pub(crate) fn reserve_bitmaps(&self, runs: &[ClusterRun]) {
-        lock(&self.metadata).reserve_bitmaps(runs);
+    /// As [`Metadata::reserve_bitmaps`].
+    pub(crate) fn reserve_bitmaps(&self, runs: &[ClusterRun]) -> bool {
+        lock(&self.metadata).reserve_bitmaps(runs)
     }
 
     fn file(&self) -> &dyn Storage {
@@ -295,6 +299,15 @@ impl MetadataWriteback {
         flushed
     }
 
+    /// As [`MetadataWriteback::flush`], after bits of bitmaps were written to the file with the metadata.
+    ///
+    /// # Errors
+    /// As [`MetadataWriteback::flush`].
+    pub(crate) fn flush_with_bits(&self) -> Result<(), Error> {
+        self.has_bits.store(true, Ordering::SeqCst);
+        self.flush()
+    }
+
     /// Whether a later flush can make durable what failed ones could not.
     pub(crate) fn keeps_unsynced(&self) -> bool {
         !self.flushes.has_failed()
@@ -322,10 +335,13 @@ impl MetadataWriteback {
             self.write_batch(unfinished)?;
         }
         let batch = lock(&self.metadata).cache.take_batch();
-        match batch.is_empty() {
-            true => self.data.sync(),
-            false => self.write_batch(batch),
+        if !batch.is_empty() {
+            return self.write_batch(batch);
         }
+        let has_bits = self.has_bits.swap(false, Ordering::SeqCst);
+        let bits_file = self.separate.as_ref().filter(|_| has_bits);
+        let synced = self.data.sync().and_then(|()| bits_file.map_or(Ok(()), |file| file.sync()));
+        synced.inspect_err(|_| self.has_bits.store(has_bits, Ordering::SeqCst))
     }
 
     fn write_batch(&self, batch: Vec<WritebackBlock>) -> Result<(), Error> {

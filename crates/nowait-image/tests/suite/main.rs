@@ -6,6 +6,7 @@
 
 mod images;
 
+mod bitmaps;
 mod check;
 mod commit;
 mod contents;

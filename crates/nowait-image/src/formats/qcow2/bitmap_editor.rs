@@ -23,8 +23,12 @@ use crate::image_file::ImageFile;
 
 /// The most bytes of bits that all usable bitmaps of an image that is written to have together.
 const MAX_BITS: u64 = 256 << 20;
+/// The most bytes of the clusters that their tables have entries for: each may have one more than it needs.
+const MAX_TABLES: u64 = 2 * MAX_BITS;
 /// Bytes that are written together.
 const PIECE_BYTES: usize = 1 << 20;
+
+const TOO_MANY_BITS: &str = "its bitmaps would have too many bits (a larger granularity has fewer)";
 
 /// A bitmap that is to be added.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,6 +57,8 @@ pub(crate) struct BitmapEditor<'a> {
     listed: Vec<Listed>,
     /// Whether the list has to be written.
     is_changed: bool,
+    /// Whether it is known where clusters can be allocated.
+    has_room: bool,
     /// Clusters that are free as soon as the list is durable.
     unused: Vec<u64>,
 }
@@ -71,9 +77,10 @@ impl<'a> BitmapEditor<'a> {
                 "it has more than 32 bitmaps, and is only read (qemu-img bitmap --remove removes some)",
             );
         }
-        let bytes = all.iter().filter(|(_, bitmap)| bitmap.is_usable());
-        let bytes = bytes.map(|(_, bitmap)| header.size.div_ceil(bitmap.granularity).div_ceil(8));
-        if bytes.sum::<u64>() > MAX_BITS {
+        let usable = || all.iter().filter(|(_, bitmap)| bitmap.is_usable());
+        let bytes = usable().map(|(_, it)| header.size.div_ceil(it.granularity).div_ceil(8));
+        let tables = usable().map(|(it, _)| u64::from(it.table_entries) << header.cluster_bits);
+        if bytes.sum::<u64>() > MAX_BITS || tables.sum::<u64>() > MAX_TABLES {
             return refused(
                 "its bitmaps have more than 256 MiB of bits, and it is only read (qemu-img bitmap --remove removes \
                  some)",
@@ -88,23 +95,32 @@ impl<'a> BitmapEditor<'a> {
             file.read_at(entry.at, &mut bytes).map_err(failed)?;
             listed.push(Listed { bitmap, entry, bytes });
         }
-        let mut allocator = RefcountAllocator::read(file, header).map_err(failed)?;
-        if file.is_block_device() {
-            // Nothing is behind its end.
-            let (report, _) = check::find(file, header, &mut |_, _| {}).map_err(failed)?;
-            if report.corruptions > 0 {
-                return refused("its metadata is damaged (look at it with nowait check)");
-            }
-        } else {
-            let size = file.size().map_err(failed)?;
-            allocator.begin_at(size.div_ceil(header.cluster_bytes()));
-        }
-        let (is_changed, unused) = (false, Vec::new());
-        Ok(Self { file, header: header.clone(), allocator, listed, is_changed, unused })
+        let allocator = RefcountAllocator::read(file, header).map_err(failed)?;
+        let (is_changed, has_room, unused) = (false, false, Vec::new());
+        let header = header.clone();
+        Ok(Self { file, header, allocator, listed, is_changed, has_room, unused })
     }
 
     fn cluster(&self) -> u64 {
         self.header.cluster_bytes()
+    }
+
+    /// Allocates `clusters` adjacent clusters: behind the end of the file, or where that cannot grow, where the refcounts
+    /// say so, if the metadata is consistent.
+    fn allocate(&mut self, clusters: u64) -> io::Result<u64> {
+        if !std::mem::replace(&mut self.has_room, true) {
+            let size = self.file.size()?;
+            if self.file.is_block_device() || self.file.set_len(size).is_err() {
+                let (report, _) = check::find(self.file, &self.header, &mut |_, _| {})?;
+                if report.corruptions > 0 {
+                    let why = "its metadata is damaged (look at it with nowait check)";
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+                }
+            } else {
+                self.allocator.begin_at(size.div_ceil(self.cluster()));
+            }
+        }
+        self.allocator.allocate(clusters)
     }
 
     /// Gives each usable bitmap a cluster for each of its bits, for a disk of `size` bytes.
@@ -182,7 +198,7 @@ impl<'a> BitmapEditor<'a> {
                 _ => {
                     rest == 0
                         && is_inside
-                        && self.allocator.count(cluster)? == Some(1)
+                        && self.allocator.count(cluster)?.unwrap_or_default() <= 1
                         && used.insert(cluster)
                 }
             };
@@ -200,7 +216,7 @@ impl<'a> BitmapEditor<'a> {
         if missing == 0 {
             return Ok(());
         }
-        let (first, cluster) = (self.allocator.allocate(missing)?, self.cluster());
+        let (first, cluster) = (self.allocate(missing)?, self.cluster());
         let end = first + missing * cluster;
         if end > self.file.size()? {
             self.file.set_len(end)?;
@@ -232,7 +248,7 @@ impl<'a> BitmapEditor<'a> {
 
     fn write_table(&mut self, table: &[u64]) -> io::Result<u64> {
         let clusters = (table.len() as u64 * 8).div_ceil(self.cluster());
-        let pos = self.allocator.allocate(clusters)?;
+        let pos = self.allocate(clusters)?;
         let mut padded = table.to_vec();
         padded.resize((clusters * self.cluster() / 8) as usize, 0);
         write_entries(self.file, pos, &padded)?;
@@ -260,6 +276,12 @@ impl<'a> BitmapEditor<'a> {
         if self.listed.iter().any(|listed| listed.bitmap.name == new.name) {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
+        let usable = self.listed.iter().filter(|listed| listed.bitmap.is_usable());
+        let granularities = usable.map(|listed| listed.bitmap.granularity);
+        let bytes = |granularity| self.header.size.div_ceil(granularity).div_ceil(8);
+        if granularities.chain([new.granularity]).map(bytes).sum::<u64>() > MAX_BITS {
+            return refused(TOO_MANY_BITS);
+        }
         let mut bytes = vec![0; ENTRY_BYTES];
         let flags = if new.enabled { FLAG_AUTO } else { 0 };
         put(&mut bytes, FLAGS_AT as usize, &flags.to_be_bytes());
@@ -270,7 +292,7 @@ impl<'a> BitmapEditor<'a> {
         let mut entry = Entry::parse(bytes.first_chunk().unwrap_or(&[0; ENTRY_BYTES]), 0);
         let clusters = entry.clusters_for(self.header.size, self.cluster());
         if clusters * self.cluster() > MAX_BITMAP_BYTES {
-            return refused("it would have too many bits (a larger granularity has fewer)");
+            return refused(TOO_MANY_BITS);
         }
         let mut table = vec![0; clusters as usize];
         self.fill(&mut table)?;
@@ -380,7 +402,7 @@ impl<'a> BitmapEditor<'a> {
         let directory = match bitmaps {
             0 => None,
             _ => {
-                let pos = self.allocator.allocate(len.div_ceil(self.cluster()))?;
+                let pos = self.allocate(len.div_ceil(self.cluster()))?;
                 let mut padded = bytes;
                 padded.resize(len.next_multiple_of(self.cluster()) as usize, 0);
                 self.file.write_at(pos, &padded)?;

@@ -66,14 +66,12 @@ pub(crate) fn write(
         Some(at) => set_kind(file, at, EXTENSION_SPARE)?,
         None => {}
     }
-    write_autoclear(file, bits | AUTOCLEAR_BITMAPS)?;
     let at = match slot.or_else(|| find(&bytes, |kind| kind == EXTENSION_SPARE)) {
-        Some(at) => {
-            write_fields(at)?;
-            at
-        }
-        None => return append(file, &bytes, fields),
+        Some(at) => at,
+        None => append(file, &bytes)?,
     };
+    write_autoclear(file, bits | AUTOCLEAR_BITMAPS)?;
+    write_fields(at)?;
     set_kind(file, at, EXTENSION_BITMAPS)
 }
 
@@ -109,12 +107,12 @@ fn set_kind(file: &ImageFile, at: usize, kind: u32) -> io::Result<()> {
     file.sync()
 }
 
-/// Adds the extension behind the last one. First its `fields` and the new end are written, where nothing is read; the name
-/// of the backing file makes room for them before.
-fn append(file: &ImageFile, bytes: &[u8], fields: [u8; FIELDS]) -> io::Result<()> {
+/// Adds a spare extension behind the last one; returns its position. First its fields and the new end are written, where
+/// nothing is read; the name of the backing file makes room for them before.
+fn append(file: &ImageFile, bytes: &[u8]) -> io::Result<usize> {
     let full = || io::Error::new(io::ErrorKind::StorageFull, "its header has no room for bitmaps");
-    let (at, ..) =
-        extensions(bytes).last().filter(|&(_, kind, _)| kind == EXTENSION_END).ok_or_else(full)?;
+    let last = extensions(bytes).last();
+    let (at, ..) = last.filter(|&(_, kind, _)| kind == EXTENSION_END).ok_or_else(full)?;
     let end = at + HEAD + FIELDS + HEAD;
     let (name, len) = (be64(bytes, BACKING_AT) as usize, be32(bytes, 16) as usize);
     if name == 0 {
@@ -134,7 +132,87 @@ fn append(file: &ImageFile, bytes: &[u8], fields: [u8; FIELDS]) -> io::Result<()
         file.write_at(BACKING_AT as u64, &(moved as u64).to_be_bytes())?;
         file.sync()?;
     }
-    file.write_at((at + HEAD) as u64, &[&fields[..], &[0; HEAD]].concat())?;
+    file.write_at((at + HEAD) as u64, &[0; FIELDS + HEAD])?;
     file.sync()?;
-    set_kind(file, at, EXTENSION_BITMAPS)
+    set_kind(file, at, EXTENSION_SPARE)?;
+    Ok(at)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsString;
+
+    use super::*;
+    use crate::formats::layer::BackingName;
+    use crate::formats::qcow2::encode::encode;
+
+    const CLUSTER_BITS: u32 = 9;
+    const DIRECTORY: BitmapDirectory = BitmapDirectory { bitmaps: 1, pos: 4096, len: 32 };
+
+    /// An image that is all header, with the name of a backing file of `name` bytes.
+    fn image(name: usize) -> (tempfile::NamedTempFile, ImageFile, Header) {
+        let backing = BackingName { name: OsString::from("n".repeat(name)), format: None };
+        let header = Header {
+            l1_pos: 1024,
+            l1_entries: 1,
+            refcount_table_pos: 512,
+            refcount_table_clusters: 1,
+            backing: (name > 0).then_some(backing),
+            ..Header::empty(512, CLUSTER_BITS)
+        };
+        let mut bytes = encode(&header);
+        bytes.resize(8192, 0);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), bytes).unwrap();
+        let opened = ImageFile::open(file.path(), true).unwrap();
+        (file, opened, header)
+    }
+
+    #[test]
+    fn the_list_is_added_changed_removed_and_added_again_beside_the_name_of_a_backing_file() {
+        for name in [0, 1, 100] {
+            let (_file, image, header) = image(name);
+            let read = || Header::read(&image).unwrap();
+            assert_eq!(read().bitmaps, None);
+            for directory in [
+                Some(DIRECTORY),
+                Some(BitmapDirectory { bitmaps: 2, pos: 2048, len: 64 }),
+                None,
+                Some(DIRECTORY),
+            ] {
+                write(&image, &header, directory).unwrap();
+                let found = read();
+                assert_eq!(found.bitmaps, directory, "a name of {name} bytes");
+                assert_eq!(
+                    (found.backing, found.has_stale_bitmaps),
+                    (header.backing.clone(), false)
+                );
+            }
+            // Another program has written to the image.
+            write_autoclear(&image, 0).unwrap();
+            assert!(read().has_stale_bitmaps);
+            let other = BitmapDirectory { pos: 6144, ..DIRECTORY };
+            write(&image, &header, Some(other)).unwrap();
+            assert_eq!((read().bitmaps, read().has_stale_bitmaps), (Some(other), false));
+        }
+    }
+
+    #[test]
+    fn a_header_without_room_stays_as_it_is() {
+        // The name, its copy and the extension need more than a cluster.
+        let fits = |name| {
+            let (file, image, header) = image(name);
+            let before = std::fs::read(file.path()).unwrap();
+            let written = write(&image, &header, Some(DIRECTORY));
+            if let Err(error) = &written {
+                assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+                assert_eq!(Header::read(&image).unwrap().backing, header.backing);
+                assert!(std::fs::read(file.path()).unwrap() == before);
+            }
+            written.is_ok()
+        };
+        let longest = (0..390).rev().find(|name| fits(*name)).unwrap();
+        assert!((170..200).contains(&longest), "{longest}");
+        assert!(!fits(longest + 1) && fits(longest - 1));
+    }
 }

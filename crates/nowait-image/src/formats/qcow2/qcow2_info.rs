@@ -143,6 +143,7 @@ impl Qcow2Info {
         }
         if !self.bitmaps.is_empty() {
             tell("bitmaps", self.bitmaps.len().to_string());
+            self.bitmaps.iter().for_each(|bitmap| tell("bitmap", bitmap_in_words(bitmap)));
         }
         lines
     }
@@ -175,6 +176,17 @@ fn snapshot_in_words(snapshot: &Snapshot) -> String {
     let date = date.map_or(String::new(), |date| date.to_string());
     let (id, name) = (shown(id), shown(name));
     format!("{name} (ID {id}), {date}, disk {disk_bytes} bytes, VM state {vm_state_bytes} bytes")
+}
+
+fn bitmap_in_words(bitmap: &Bitmap) -> String {
+    let name = plain(&bitmap.name);
+    let records = if bitmap.auto { ", records" } else { "" };
+    let state = match (bitmap.in_use, bitmap.kept) {
+        (false, _) => "",
+        (true, true) => ", in use",
+        (true, false) => ", inconsistent",
+    };
+    format!("{name}, granules of {} bytes{records}{state}", bitmap.granularity)
 }
 
 fn bitmap_in_json(bitmap: &Bitmap) -> Value {

@@ -18,6 +18,7 @@ pub(crate) const POSITION: u64 = (MAX_POS - 1) & !0x1ff;
 pub(crate) const ALL_SET: u64 = 1;
 
 /// The bits of a bitmap as a stream: one for each granule of the disk, of each byte the lowest first.
+#[derive(Clone)]
 pub struct StoredBits {
     file: Arc<ImageFile>,
     cluster_bytes: u64,
