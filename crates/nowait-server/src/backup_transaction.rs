@@ -161,6 +161,7 @@ impl PreparedParts {
         of.replace(guarded);
         if let Some((frozen, successor)) = bitmap {
             of.bitmaps.succeed(&frozen, successor);
+            of.bitmaps.attach(of.export().bitmap_store());
         }
         tracing::info!("backup {:?} of export {:?} begins", running.name, of.export().name());
         of.set_backup(Some(Arc::new(RunningBackup { id, ..running })));
@@ -193,6 +194,7 @@ pub(crate) fn end(of: &RegisteredExport, running: &RunningBackup, end: BackupEnd
     if let (Some(frozen), BackupEnd::Abort) = (&running.frozen, end) {
         of.bitmaps.merge_back(frozen, of.export().disk().size());
     }
+    running.frozen.iter().for_each(|frozen| of.bitmaps.thaw(frozen));
     running.point.finish();
     let how = if end == BackupEnd::Commit { "committed" } else { "aborted" };
     tracing::info!("backup {:?} of export {:?} is {how}", running.name, of.export().name());
@@ -204,6 +206,7 @@ pub(crate) fn abort_all(registry: &Registry) {
     for of in registry.all() {
         if let Some(running) = of.backup() {
             end(&of, &running, BackupEnd::Abort);
+            of.bitmaps.attach(of.export().bitmap_store());
         }
     }
 }
@@ -215,4 +218,11 @@ pub(crate) fn restore(of: &RegisteredExport, running: &RunningBackup) {
         tracing::warn!("export {:?}: its size: {error}", of.export().name());
     }
     of.replace(Arc::new(of.export().on_disk(running.disk.clone())));
+    let of_frozen = running.frozen.as_ref().and(of.export().bitmap_store().cloned());
+    let Some(store) = of_frozen else { return };
+    of.bitmaps.attach(Some(&store));
+    if let Err(error) = store.store() {
+        // The image has the bits of before, or more.
+        tracing::warn!("export {:?}: its bitmaps are not stored: {error}", of.export().name());
+    }
 }

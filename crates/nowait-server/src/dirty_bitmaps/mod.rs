@@ -50,6 +50,8 @@ pub(crate) struct DirtyBitmaps {
 #[derive(Default)]
 struct List {
     all: Vec<Arc<DirtyBitmap>>,
+    /// Those that were frozen for a backup that has not ended; each has the id of the one that has taken its place.
+    frozen: Vec<Arc<DirtyBitmap>>,
     next: u64,
 }
 
@@ -242,8 +244,13 @@ impl DirtyBitmaps {
     /// Has `store`, that of the image, keep those of them that are stored in it. No request is in flight.
     pub(crate) fn attach(&self, store: Option<&Arc<BitmapStore>>) {
         let Some(store) = store else { return };
-        for bitmap in lock(&self.list).all.iter() {
-            let bits: Arc<dyn BitmapBits> = bitmap.clone();
+        let list = lock(&self.list);
+        for bitmap in &list.all {
+            let frozen = list.frozen.iter().find(|frozen| frozen.id == bitmap.id);
+            let bits: Arc<dyn BitmapBits> = match frozen {
+                Some(frozen) => Arc::new(WithFrozen(bitmap.clone(), frozen.clone())),
+                None => bitmap.clone(),
+            };
             store.attach(&bitmap.name, &bits);
         }
     }
@@ -292,7 +299,7 @@ impl DirtyBitmaps {
 
     /// The bitmaps of a backup: none but the one that was frozen for it.
     pub(crate) fn of_frozen(frozen: Option<Arc<DirtyBitmap>>) -> Self {
-        let list = List { all: frozen.into_iter().collect(), next: 0 };
+        let list = List { all: frozen.into_iter().collect(), ..List::default() };
         Self { state: AtomicU64::new(0), list: Mutex::new(list) }
     }
 
@@ -328,6 +335,7 @@ impl DirtyBitmaps {
         let place = list.all.iter_mut().find(|bitmap| Arc::ptr_eq(bitmap, frozen));
         if let Some(place) = place {
             *place = Arc::new(successor);
+            list.frozen.push(frozen.clone());
         }
         frozen.is_enabled.store(false, Ordering::Relaxed);
         self.publish(&list);
@@ -337,6 +345,11 @@ impl DirtyBitmaps {
     pub(crate) fn merge_back(&self, frozen: &DirtyBitmap, size: u64) {
         let bitmap = self.get(frozen.id);
         bitmap.iter().for_each(|bitmap| bitmap.merge(frozen, size));
+    }
+
+    /// The backup that `frozen` was frozen for has ended.
+    pub(crate) fn thaw(&self, frozen: &Arc<DirtyBitmap>) {
+        lock(&self.list).frozen.retain(|it| !Arc::ptr_eq(it, frozen));
     }
 
     fn named(&self, name: &str) -> Result<Arc<DirtyBitmap>, BitmapError> {
@@ -366,6 +379,22 @@ impl DirtyBitmaps {
         if !bitmap.set(range) {
             bitmap.set_rest();
         }
+    }
+}
+
+/// A bitmap, and the one whose place it has taken, for as long as it may have to get the other's bits back.
+struct WithFrozen(Arc<DirtyBitmap>, Arc<DirtyBitmap>);
+
+impl BitmapBits for WithFrozen {
+    fn is_enabled(&self) -> bool {
+        BitmapBits::is_enabled(&*self.0)
+    }
+
+    fn copy(&self, at: u64, memory: &mut [u8]) {
+        self.0.copy(at, memory);
+        let mut frozen = vec![0; memory.len()];
+        self.1.copy(at, &mut frozen);
+        memory.iter_mut().zip(frozen).for_each(|(byte, frozen)| *byte |= frozen);
     }
 }
 
