@@ -46,6 +46,19 @@ impl Stored {
         Server::start(&self.image, &[&own, extra].concat())
     }
 
+    fn kill(&self, mut server: Server) {
+        server.signal(Signal::KILL);
+        server.wait();
+        std::fs::remove_file(server.socket()).expect("its socket");
+        std::fs::remove_file(&self.control).expect("its control socket");
+    }
+
+    /// `nowait export backup ACTION` of the only export.
+    fn backup(&self, action: &[&str]) {
+        let control = ["--control", text(&self.control)];
+        tool(NOWAIT).args(["export", "backup"]).args(action).args(control).succeeds();
+    }
+
     /// `nowait export bitmap` with `arguments`.
     fn command(&self, arguments: &[&str]) -> Command {
         let mut command = tool(NOWAIT);
@@ -200,11 +213,7 @@ fn a_kill_leaves_each_change_and_whole_regions_beside_them() {
     client.write(200 * MIB, &[1; 512]).expect("a write that is not noted");
     it.change(&["enable", "", "a"]);
     client.write(5 * REGION, &[1; 512]).expect("a write");
-    let mut server = server;
-    server.signal(Signal::KILL);
-    server.wait();
-    std::fs::remove_file(server.socket()).expect("its socket");
-    std::fs::remove_file(&it.control).expect("its control socket");
+    it.kill(server);
     let server = it.serve(&[]);
     let region = REGION / USUAL;
     let expected: Vec<u64> = std::iter::once(16).chain(5 * region..6 * region).collect();
@@ -220,13 +229,10 @@ fn a_kill_leaves_each_change_and_whole_regions_beside_them() {
 /// The image of a server that was killed after a write, with bitmap `a`.
 fn killed() -> Stored {
     let it = Stored::new(&[]);
-    let mut server = it.serve(&[]);
+    let server = it.serve(&[]);
     it.change(&["add", "", "a"]);
     server.connect().write(MIB, &[1; 512]).expect("a write");
-    server.signal(Signal::KILL);
-    server.wait();
-    std::fs::remove_file(server.socket()).expect("its socket");
-    std::fs::remove_file(&it.control).expect("its control socket");
+    it.kill(server);
     it
 }
 
@@ -390,4 +396,39 @@ fn what_cannot_be_stored_is_refused_in_one_line() {
     assert!(it.command(&["add", "", "one more"]).fails().contains("at most 32 bitmaps"));
     server.stop();
     it.qemu_checks();
+}
+
+#[test]
+fn a_bitmap_that_a_backup_has_frozen_is_stored_with_what_comes_after() {
+    let region = REGION / USUAL;
+    let both: Vec<u64> = (0..region).chain(5 * region..6 * region).collect();
+    for (end, is_killed, expected) in [
+        (None, true, both),
+        (None, false, vec![16, 5 * region]),
+        (Some("abort"), false, vec![16, 5 * region]),
+        (Some("commit"), true, vec![5 * region]),
+        (Some("commit"), false, vec![5 * region]),
+    ] {
+        let it = Stored::new(&[]);
+        let server = it.serve(&[]);
+        it.change(&["add", "", "a"]);
+        let mut client = server.connect();
+        client.write(MIB, &[1; 512]).expect("a write");
+        it.backup(&["start", "", "--bitmap", "a"]);
+        client.write(5 * REGION, &[1; 512]).expect("a write");
+        let refused = it.command(&["remove", "", "a"]).fails();
+        assert!(refused.contains("backup"), "{refused}");
+        if let Some(end) = end {
+            it.backup(&[end, ""]);
+        }
+        drop(client);
+        match is_killed {
+            true => it.kill(server),
+            false => server.stop(),
+        }
+        let server = it.serve(&[]);
+        assert_eq!(dirty(&server.socket(), "a"), expected, "{end:?}, killed: {is_killed}");
+        server.stop();
+        accepted(&["check", text(&it.image)]);
+    }
 }
