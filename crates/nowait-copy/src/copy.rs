@@ -188,8 +188,11 @@ pub fn copy(
     let mut source = source(options, Connecting { bitmap, ..connecting })?;
     let from = source.capabilities();
     let format = options.format();
-    let first = first_bytes(&mut *source, cancel)?;
-    format.check_signature(&options.to, &first)?;
+    // What is not dirty may be served to nobody, and the target of an increment is an image already.
+    if options.increment.is_none() {
+        let first = first_bytes(&mut *source, cancel)?;
+        format.check_signature(&options.to, &first)?;
+    }
     let Target { endpoint, kind, is_zero } = target(options, from.size, connecting)?;
     let to = endpoint.capabilities();
     let alignment = from.alignment.max(to.alignment);
