@@ -54,6 +54,7 @@ mod killed_server;
 mod lifetime;
 mod limits;
 mod log_messages;
+mod many_exports;
 mod map_check_info;
 mod memory;
 mod model;

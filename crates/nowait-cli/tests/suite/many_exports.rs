@@ -1,0 +1,64 @@
+//! Many exports in one server: what each of them needs at rest, and what their start costs.
+//!
+//! Invariant: the figures are those of the kernel, and differences to a server of one export.
+
+use nowait_testkit::say_skipped;
+
+use crate::common::{KIB, MIB, Scratch, Server};
+
+/// Bounds for an export of a raw image (docs/operating.md, "Memory" and "Descriptors").
+const DESCRIPTORS: usize = 4;
+const BYTES: u64 = 64 * KIB;
+
+/// Descriptors, memory and threads of a server of `exports` images beside the first one, and the processor time in
+/// milliseconds that it has needed until it serves.
+fn needs(exports: usize) -> (usize, u64, usize, u64) {
+    let scratch = Scratch::new();
+    let first = scratch.sparse("first.img", MIB);
+    let image = |n| format!("e{n}={}", scratch.sparse(&format!("{n}.img"), MIB).display());
+    let more: Vec<String> = (0..exports).map(image).collect();
+    let mut more: Vec<&str> = more.iter().map(String::as_str).collect();
+    more.extend(["--threads", "2"]);
+    let server = Server::start(&first, &more);
+    let stat = server.proc("stat");
+    let (_, fields) = stat.rsplit_once(')').expect("the name of the program");
+    let ticks = |n: usize| fields.split_whitespace().nth(n).and_then(|n| n.parse::<u64>().ok());
+    let ticks = ticks(11).zip(ticks(12)).map(|(user, system)| user + system);
+    let milliseconds = ticks.expect("its times") * 1000 / rustix::param::clock_ticks_per_second();
+    let needs =
+        (server.descriptors(), server.memory("RssAnon"), server.threads().len(), milliseconds);
+    server.stop();
+    needs
+}
+
+fn check(exports: usize) {
+    let (descriptors, bytes, threads, _) = needs(0);
+    let (all_descriptors, all_bytes, all_threads, milliseconds) = needs(exports);
+    let each = (all_descriptors - descriptors) as f64 / exports as f64;
+    let bytes = all_bytes.saturating_sub(bytes) / exports as u64;
+    println!(
+        "{exports} exports: {milliseconds} ms of a processor until they are served; \
+         {each:.1} descriptors and {bytes} bytes for each"
+    );
+    assert!(all_descriptors - descriptors <= DESCRIPTORS * exports, "{each} descriptors for each");
+    assert!(bytes <= BYTES, "{bytes} bytes for each");
+    // Workers may run, of which there are few.
+    assert!(all_threads <= threads + 32, "{all_threads} threads");
+}
+
+#[test]
+fn an_export_of_1000_needs_four_descriptors_64_kib_and_no_thread_at_most() {
+    check(1000);
+}
+
+#[test]
+#[ignore = "needs 40,000 descriptors; prints the processor time of a start: cargo test -p nowait-cli --test suite -- --ignored 10000 --nocapture"]
+fn an_export_of_10000_needs_four_descriptors_64_kib_and_no_thread_at_most() {
+    const EXPORTS: usize = 10_000;
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
+    let most = limit.map_or(EXPORTS, |limit| (limit as usize).saturating_sub(100) / DESCRIPTORS);
+    if most < EXPORTS {
+        say_skipped(&format!("{EXPORTS} exports: the limit of descriptors is enough for {most}"));
+    }
+    check(most.min(EXPORTS));
+}
