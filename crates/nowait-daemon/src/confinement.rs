@@ -17,7 +17,7 @@ use crate::config::control_address::ControlAddress;
 use crate::config::vhost_user_spec::DevicePlace;
 use crate::config::{Encryption, ServeConfig};
 use crate::control::control_socket;
-use crate::devices::ublk_nodes::UblkNodes;
+use crate::devices::Devices;
 use crate::disks::default_image::DefaultSocket;
 use crate::disks::open_disk::OpenedDisk;
 use crate::process::owned_paths::OwnedPaths;
@@ -38,22 +38,19 @@ const AUTHORITY_DIRECTORIES: [&str; 5] = [
 /// The variables that say where they are instead.
 const AUTHORITY_VARIABLES: [&str; 2] = ["SSL_CERT_FILE", "SSL_CERT_DIR"];
 
-/// Confines this process to `files`, and to those of the block devices `nodes`.
+/// Confines this process to `files`, and to those of `devices`.
 ///
 /// # Errors
 /// As [`sandbox::enter`].
 pub(crate) fn enter(
     config: &ServeConfig,
     mut files: FileAccess,
-    nodes: &UblkNodes,
+    devices: &Devices,
 ) -> Result<(), CliError> {
     let Some(mode) = config.sandbox.mode() else { return Ok(()) };
     systemd::connect();
     log::connect();
-    for device in nodes.devices() {
-        device.paths().into_iter().for_each(|path| files.write(path));
-        files.administer();
-    }
+    devices.add_files(&mut files);
     let in_force = sandbox::enter(mode, &files)?;
     info!("sandbox: {in_force}");
     Ok(())

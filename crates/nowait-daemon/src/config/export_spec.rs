@@ -2,6 +2,7 @@
 //!
 //! Invariant: no two exports have the same name, and no name is longer than the protocol allows.
 
+use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -153,6 +154,26 @@ fn file_name(image: &Path) -> Result<String, String> {
     parse_name(name)
 }
 
+/// The indices of exports by their names.
+pub struct ExportIndices<'a>(HashMap<&'a str, usize>);
+
+impl<'a> ExportIndices<'a> {
+    /// Those of `exports`; of several with one name that of the first.
+    pub fn of(exports: impl IntoIterator<Item = &'a NamedExport>) -> Self {
+        let mut indices = HashMap::new();
+        for (at, export) in exports.into_iter().enumerate() {
+            indices.entry(&*export.name).or_insert(at);
+        }
+        Self(indices)
+    }
+
+    /// The index of the export called `name`.
+    #[must_use]
+    pub fn get(&self, name: &str) -> Option<usize> {
+        self.0.get(name).copied()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -231,6 +252,17 @@ mod tests {
         let default = ExportSpec { name: Some("x".into()), ..ExportSpec::default() };
         assert_eq!(named(std::slice::from_ref(&default)), Ok(Vec::new()));
         assert!(named(&[default, given("a")]).unwrap_err().contains("alone"));
+    }
+
+    #[test]
+    fn a_name_leads_to_the_first_export_that_has_it() {
+        let named = |name: &str| NamedExport { name: name.into(), image: "disk.img".into() };
+        let exports = ["", "data", "other", "data"].map(named);
+        let indices = ExportIndices::of(&exports);
+        assert_eq!(
+            ["", "data", "other", "none"].map(|name| indices.get(name)),
+            [Some(0), Some(1), Some(2), None]
+        );
     }
 
     #[test]

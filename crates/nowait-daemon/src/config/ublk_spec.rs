@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
-use crate::config::export_spec::NamedExport;
+use crate::config::export_spec::{ExportIndices, NamedExport};
 
 /// The greatest number of a ublk device: one less than the kernel's minor numbers.
 /// Beyond it: the option is refused.
@@ -62,19 +62,19 @@ pub fn assign(
     nodes: &[UblkSpec],
     exports: &[NamedExport],
 ) -> Result<BTreeMap<usize, Option<u32>>, String> {
-    let mut assigned = BTreeMap::new();
+    let (mut assigned, indices) = (BTreeMap::new(), ExportIndices::of(exports));
     for node in nodes {
         let Some(name) = &node.export else { continue };
-        let at = exports.iter().position(|export| export.name == *name);
-        let at = at.ok_or_else(|| {
+        let at = indices.get(name).ok_or_else(|| {
             format!("--ublk={name}=: no image has the name '{name}' (give it NAME=)")
         })?;
         if assigned.insert(at, node.id).is_some() {
             return Err(format!("--ublk={name}=: the image has a node already"));
         }
     }
+    let mut rest = 0..exports.len();
     for node in nodes.iter().filter(|node| node.export.is_none()) {
-        let free = (0..exports.len()).find(|at| !assigned.contains_key(at));
+        let free = rest.find(|at| !assigned.contains_key(at));
         let free = free.ok_or_else(|| {
             let (nodes, images) = (nodes.len(), exports.len());
             format!("--ublk: {nodes} nodes for {images} images (an image can be one node)")

@@ -3,6 +3,7 @@
 //!
 //! Invariant: each socket belongs to one of the exports, and no two have the same path.
 
+use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::os::unix::ffi::OsStrExt;
@@ -10,7 +11,7 @@ use std::path::PathBuf;
 
 use nowait_nbd::Address;
 
-use crate::config::export_spec::NamedExport;
+use crate::config::export_spec::{ExportIndices, NamedExport};
 use crate::config::listen_address;
 
 /// Prefix of a path at which VMMs listen.
@@ -25,7 +26,7 @@ pub struct VhostUserSpec {
 }
 
 /// Where virtual machines connect.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DevicePlace {
     /// At this path.
     Path(PathBuf),
@@ -102,9 +103,9 @@ impl VhostUserSpec {
     ///
     /// # Errors
     /// A message for the user: there is none of that name.
-    pub fn export_of(&self, exports: &[NamedExport]) -> Result<usize, String> {
+    pub fn export_of(&self, exports: &ExportIndices<'_>) -> Result<usize, String> {
         let Some(name) = &self.export else { return Ok(0) };
-        exports.iter().position(|export| export.name == *name).ok_or_else(|| {
+        exports.get(name).ok_or_else(|| {
             let socket = &self.socket;
             format!("--vhost-user {name}={socket}: no image has the name '{name}' (give it NAME=)")
         })
@@ -116,9 +117,10 @@ impl VhostUserSpec {
 /// # Errors
 /// A message for the user.
 pub fn check(sockets: &[VhostUserSpec], exports: &[NamedExport]) -> Result<(), String> {
-    for (n, socket) in sockets.iter().enumerate() {
-        socket.export_of(exports)?;
-        if sockets[..n].iter().any(|other| other.socket == socket.socket) {
+    let (exports, mut places) = (ExportIndices::of(exports), HashSet::new());
+    for socket in sockets {
+        socket.export_of(&exports)?;
+        if !places.insert(&socket.socket) {
             return Err(format!("--vhost-user {}: it is given twice", socket.socket));
         }
     }
@@ -145,7 +147,11 @@ mod tests {
         ] {
             let socket = VhostUserSpec::parse(text.into()).unwrap();
             assert_eq!(socket.socket, DevicePlace::Path(path.into()), "{text}");
-            assert_eq!(socket.export_of(&exports).map_err(drop), export, "{text}");
+            assert_eq!(
+                socket.export_of(&ExportIndices::of(&exports)).map_err(drop),
+                export,
+                "{text}"
+            );
         }
     }
 
@@ -153,7 +159,7 @@ mod tests {
     fn a_descriptor_is_a_number_above_those_of_the_standard_streams() {
         let socket = VhostUserSpec::parse("data=fd:3".into()).unwrap();
         assert_eq!(socket.socket, DevicePlace::Descriptor(3));
-        assert_eq!(socket.export_of(&[named(""), named("data")]), Ok(1));
+        assert_eq!(socket.export_of(&ExportIndices::of(&[named(""), named("data")])), Ok(1));
         let path = VhostUserSpec::parse("./fd:3".into()).unwrap();
         assert_eq!(path.socket, DevicePlace::Path("./fd:3".into()));
     }
@@ -169,7 +175,7 @@ mod tests {
             assert_eq!(socket.socket, DevicePlace::ConnectsTo(path.into()), "{text}");
             assert_eq!(socket.socket.to_string(), format!("connect:{path}"));
             assert_eq!(
-                socket.export_of(&[named(""), named("data")]).map_err(drop),
+                socket.export_of(&ExportIndices::of(&[named(""), named("data")])).map_err(drop),
                 export,
                 "{text}"
             );

@@ -334,7 +334,7 @@ impl ControlledServer for RunningServer {
         places.extend(sockets);
         let export = disk.export_with_stored_bitmaps();
         let id = self.exports.add(listeners.into_iter().fold(export, AnyExport::at_vhost_user))?;
-        self.disks.lock().push(ServedDisk { id, disk, places, ublk: None });
+        self.disks.lock().push(ServedDisk { id, disk, places, local: None });
         self.export(id.number())
     }
 

@@ -11,7 +11,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use nowait_server::{UblkDevice, UblkNode, UblkOptions, ublk_stop};
+use nowait_server::{AnyExport, UblkDevice, UblkNode, UblkOptions, ublk_stop};
 use tracing::warn;
 
 use crate::config::ServeConfig;
@@ -19,6 +19,7 @@ use crate::config::export_spec::NamedExport;
 use crate::config::ublk_spec;
 use crate::disks::open_disk::OpenedDisk;
 use crate::error::CliError;
+use crate::sandbox::FileAccess;
 
 /// The nodes by the indices of their exports, each with the path of its image. Dropped, it deletes the devices without a
 /// node.
@@ -70,9 +71,20 @@ impl UblkNodes {
         self.by_export.get(&at).map(|(_, node)| node.device())
     }
 
-    /// The path of the node of the export of index `at`, if it has one.
-    pub(crate) fn path(&self, at: usize) -> Option<String> {
-        self.device(at).map(|device| device.node())
+    /// The export of index `at`, as its node, too.
+    pub(crate) fn add_to(&self, at: usize, export: AnyExport) -> AnyExport {
+        match self.device(at) {
+            Some(device) => export.at_ublk(device),
+            None => export,
+        }
+    }
+
+    /// The files that their server opens while it serves and when it stops.
+    pub(crate) fn add_files(&self, files: &mut FileAccess) {
+        for device in self.devices() {
+            device.paths().into_iter().for_each(|path| files.write(path));
+            files.administer();
+        }
     }
 
     /// The devices, in the order of their exports.

@@ -15,13 +15,13 @@ pub(crate) struct ServedDisk {
     pub(crate) disk: OpenedDisk,
     pub(crate) places: Vec<String>,
     /// The local block device that it was made at the start of the server.
-    pub(crate) ublk: Option<Arc<UblkDevice>>,
+    pub(crate) local: Option<Arc<UblkDevice>>,
 }
 
 impl ServedDisk {
     /// Its local block device, unless another process has removed that.
     pub(crate) fn node(&self) -> Option<&UblkDevice> {
-        self.ublk.as_deref().filter(|device| device.has_node())
+        self.local.as_deref().filter(|device| device.has_node())
     }
 }
 

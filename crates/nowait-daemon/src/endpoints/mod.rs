@@ -8,10 +8,8 @@ pub(crate) mod reload;
 pub mod signals;
 pub(crate) mod ready_lines;
 
-use std::collections::HashMap;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -20,8 +18,8 @@ use nowait_server::{AnyExport, Listener};
 
 use crate::config::ServeConfig;
 use crate::config::export_spec::NamedExport;
-use crate::config::vhost_user_spec::DevicePlace;
-use crate::devices::ublk_nodes::UblkNodes;
+use crate::config::start_bitmap::StartBitmap;
+use crate::devices::Devices;
 use crate::disks::default_image::{self, DefaultSocket};
 use crate::disks::open_disk::OpenedDisk;
 use crate::endpoints::signals::Ending;
@@ -50,34 +48,31 @@ impl Endpoints {
     pub(crate) fn open(
         config: &ServeConfig,
         image: &Path,
-        is_ublk: bool,
+        has_devices: bool,
         inherited: Vec<(Listener, Address)>,
         handed: Option<Vec<ReceivedListener>>,
         ending: &Ending,
     ) -> Result<Self, CliError> {
         match handed {
             Some(handed) => Self::taken_over(handed, ending),
-            None => {
-                let is_device = is_ublk || !config.vhost_user.is_empty();
-                Self::bind(config, image, is_device, inherited, ending)
-            }
+            None => Self::bind(config, image, has_devices, inherited, ending),
         }
     }
 
     /// Binds the addresses of `config` beside the `inherited` ones; the default one for `image` if
-    /// there are none and clients have no other way (`is_device`).
+    /// there are none and clients have no other way (`has_devices`).
     ///
     /// # Errors
     /// An address is in use or cannot be bound.
     fn bind(
         config: &ServeConfig,
         image: &Path,
-        is_device: bool,
+        has_devices: bool,
         inherited: Vec<(Listener, Address)>,
         ending: &Ending,
     ) -> Result<Self, CliError> {
         let given = config.nbd.clone();
-        let needs_socket = given.is_empty() && inherited.is_empty() && !is_device;
+        let needs_socket = given.is_empty() && inherited.is_empty() && !has_devices;
         let default_socket = needs_socket.then(|| default_image::socket(image)).transpose()?;
         let default_socket = default_socket.map(Arc::new);
         default_socket.iter().for_each(|socket| ending.removes(socket));
@@ -147,57 +142,38 @@ fn bind(
     Ok((listeners, bound_to))
 }
 
-/// The exports of `all`, each with its vhost-user sockets and dirty bitmaps, which come later if they are those of
-/// another program.
+/// The exports of `all`, each with its devices and dirty bitmaps, which come later if they are those of another program.
+///
+/// # Errors
+/// A socket of a device cannot be bound; a bitmap names an export that is missing, or cannot be added.
 pub(crate) fn exports_of(
     config: &ServeConfig,
     all: &[OpenedDisk],
-    mut connections: HashMap<i32, UnixStream>,
-    nodes: &UblkNodes,
+    devices: &mut Devices,
     takes_over: bool,
 ) -> Result<Vec<AnyExport>, CliError> {
-    let with_node = |(at, opened): (usize, &OpenedDisk)| {
+    let mut bitmaps = vec![Vec::new(); all.len()];
+    if !takes_over && !config.bitmap.is_empty() {
+        let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
+        for bitmap in &config.bitmap {
+            let at = bitmap.export_of(&named).map_err(CliError::new)?;
+            bitmaps.get_mut(at).into_iter().for_each(|its| its.push(bitmap));
+        }
+    }
+    let export = |(at, (opened, bitmaps)): (usize, (&OpenedDisk, Vec<&StartBitmap>))| {
         let export = match takes_over {
             true => opened.export(),
             false => opened.export_with_stored_bitmaps(),
         };
-        match nodes.device(at) {
-            Some(device) => export.at_ublk(device),
-            None => export,
-        }
-    };
-    let mut exports: Vec<AnyExport> = all.iter().enumerate().map(with_node).collect();
-    if takes_over {
-        return Ok(exports);
-    }
-    let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
-    for socket in &config.vhost_user {
-        let index = socket.export_of(&named).map_err(CliError::new)?;
-        let export = exports.remove(index);
-        let export = match &socket.socket {
-            DevicePlace::Path(path) => {
-                let listener = Listener::unix(path);
-                let failed = |error| bind_failure(&Address::Unix(path.clone()), &error);
-                export.at_vhost_user(listener.map_err(failed)?)
+        bitmaps.into_iter().try_fold(devices.add_to(at, export)?, |export, bitmap| {
+            let failed = |error| CliError::new(format!("--bitmap {bitmap}: {error}"));
+            let spec = bitmap.spec();
+            // One that is stored in the image is the one that is meant.
+            match export.has_bitmap(&spec.name) {
+                true => Ok(export),
+                false => export.with_bitmap(&spec).map_err(failed),
             }
-            DevicePlace::ConnectsTo(path) => export.at_listening_vmm(path.clone()),
-            DevicePlace::Descriptor(number) => match connections.remove(number) {
-                Some(connection) => export.at_vhost_user_connection(connection),
-                None => export,
-            },
-        };
-        exports.insert(index, export);
-    }
-    for bitmap in &config.bitmap {
-        let index = bitmap.export_of(&named).map_err(CliError::new)?;
-        let (failed, spec) =
-            (|error| CliError::new(format!("--bitmap {bitmap}: {error}")), bitmap.spec());
-        // One that is stored in the image is the one that is meant.
-        if exports.get(index).is_some_and(|export| export.has_bitmap(&spec.name)) {
-            continue;
-        }
-        let export = exports.remove(index).with_bitmap(&spec).map_err(failed)?;
-        exports.insert(index, export);
-    }
-    Ok(exports)
+        })
+    };
+    all.iter().zip(bitmaps).enumerate().map(export).collect()
 }

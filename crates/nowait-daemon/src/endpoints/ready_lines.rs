@@ -7,8 +7,7 @@ use nowait_server::QueueKind;
 
 use crate::config::export_spec::NamedExport;
 use crate::config::{Encryption, ServeConfig};
-use crate::devices::ublk_nodes::UblkNodes;
-use crate::devices::vhost_sockets::vhost_user_paths;
+use crate::devices::Devices;
 use crate::disks::open_disk::OpenedDisk;
 
 /// The lines that say where clients can connect; with `--json` one object.
@@ -17,26 +16,25 @@ pub(crate) fn ready_lines(
     all: &[OpenedDisk],
     kind: QueueKind,
     listens: &[Address],
-    nodes: &UblkNodes,
+    devices: &Devices,
 ) -> String {
     let queue = match kind {
         QueueKind::Auto | QueueKind::Uring | QueueKind::Polled => "uring",
         QueueKind::Threads => "threads",
     };
-    let sockets = vhost_user_paths(config, all);
-    let exports = all.iter().enumerate().zip(sockets).map(|((at, opened), sockets)| {
+    let exports = all.iter().enumerate().map(|(at, opened)| {
         let mut export = serde_json::json!({
             "name": opened.named.name,
             "image": opened.named.image.to_string_lossy(),
             "format": opened.image.format().name(),
             "uris": uris(config, listens, &opened.named),
-            "vhost_user": sockets,
+            "vhost_user": devices.sockets(at),
             "size_bytes": opened.image.size(),
             "read_only": opened.image.is_read_only(),
             "direct_io": opened.image.is_direct(),
         });
-        if let Some(node) = nodes.path(at) {
-            export["node"] = node.into();
+        if let Some(device) = devices.local(at) {
+            export["node"] = device.node().into();
         }
         export
     });
@@ -62,9 +60,9 @@ pub(crate) fn ready_lines(
         format!("{ready}\n")
     } else {
         let uris = all.iter().flat_map(|opened| uris(config, listens, &opened.named));
-        let sockets = config.vhost_user.iter();
-        let sockets = sockets.map(|socket| format!("vhost-user:{}", socket.socket));
-        let places = nodes.devices().map(|device| device.node()).chain(uris).chain(sockets);
+        let sockets = (0..all.len()).flat_map(|at| devices.sockets(at));
+        let sockets = sockets.map(|socket| format!("vhost-user:{socket}"));
+        let places = devices.local_paths().chain(uris).chain(sockets);
         places.map(|place| format!("serving {place}\n")).collect()
     }
 }

@@ -11,7 +11,7 @@ use nowait_server::{AnyExport, Credentials, Listener, QueueKind, Tls};
 use crate::config::ServeConfig;
 use crate::confinement::{needed_files, owned_paths};
 use crate::control::control_interface::BoundControl;
-use crate::devices::ublk_nodes::UblkNodes;
+use crate::devices::Devices;
 use crate::disks::default_image::DefaultSocket;
 use crate::endpoints::signals::Ending;
 use crate::endpoints::tls_files::TlsFiles;
@@ -34,7 +34,7 @@ use crate::upgrade::sender::Upgrades;
 pub(super) struct Bound<'a> {
     pub(super) context: Context<'a>,
     pub(super) images: Images,
-    pub(super) devices: Vec<AnyExport>,
+    pub(super) exports: Vec<AnyExport>,
     pub(super) listeners: Vec<Listener>,
     pub(super) places: Places,
     pub(super) control: BoundControl,
@@ -59,7 +59,7 @@ pub(super) struct Places {
     pub(super) default_socket: Option<Arc<DefaultSocket>>,
     pub(super) pid_file: Option<Arc<PidFile>>,
     pub(super) log_file: Option<LogFile>,
-    pub(super) nodes: UblkNodes,
+    pub(super) devices: Devices,
 }
 
 impl<'a> Bound<'a> {
@@ -71,24 +71,24 @@ impl<'a> Bound<'a> {
         let Opened { mut context, images, connections, inherited, ending, launcher, .. } = opened;
         let (config, all) = (context.config, &images.all);
         let handed_over = context.receiver.as_ref().map(|receiver| &receiver.nodes[..]);
-        let nodes = UblkNodes::open(config, all, handed_over)?;
+        let devices = Devices::open(config, all, connections, handed_over)?;
         let handed = context.receiver.as_deref_mut().map(Receiver::listeners).transpose()?;
-        let is_ublk = !nodes.is_empty();
+        let has_devices = !devices.is_empty();
         let endpoints =
-            Endpoints::open(config, images.path(), is_ublk, inherited, handed, &ending)?;
+            Endpoints::open(config, images.path(), has_devices, inherited, handed, &ending)?;
         let Endpoints { listeners, listens, inherited, default_socket, states } = endpoints;
         let (pid_file, log_file) = process_files(config, &ending)?;
-        let places = Places { listens, inherited, default_socket, pid_file, log_file, nodes };
+        let mut places = Places { listens, inherited, default_socket, pid_file, log_file, devices };
         let receiver = context.receiver.as_deref_mut();
         let (control, upgrades) = bind_control(config, receiver, launcher, states)?;
         let takes_over = images.adopted.is_some();
-        let devices = exports_of(config, all, connections, &places.nodes, takes_over)?;
+        let exports = exports_of(config, all, &mut places.devices, takes_over)?;
         let files = needed_files(config, all);
         keep_paths(opened.changer, owned_by(config, &places, &control), &files)?;
         Ok(Self {
             context,
             images,
-            devices,
+            exports,
             listeners,
             places,
             control,

@@ -40,8 +40,8 @@ impl<'a> Confined<'a> {
         // Where this fails, the server is dropped first, then its nodes.
         let Started { context, images, later, places, control, upgrades, server, .. } = started;
         if let Some(files) = started.files {
-            places.nodes.start()?;
-            confinement::enter(context.config, files, &places.nodes)?;
+            places.devices.start()?;
+            confinement::enter(context.config, files, &places.devices)?;
         }
         let (kind, detached, ending) = (started.kind, started.detached, started.ending);
         Ok(Self {

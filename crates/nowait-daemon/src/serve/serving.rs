@@ -12,8 +12,7 @@ use crate::config::ServeConfig;
 use crate::control::control_interface::ControlInterface;
 use crate::control::control_socket;
 use crate::control::running_server::{Additions, RunningServer};
-use crate::devices::ublk_nodes::UblkNodes;
-use crate::devices::vhost_sockets::vhost_user_paths;
+use crate::devices::Devices;
 use crate::disks::allowed_places::AllowedPlaces;
 use crate::disks::open_disk::{Common, OpenedDisk};
 use crate::disks::served_disks::{ServedDisk, ServedDisks};
@@ -55,9 +54,9 @@ impl<'a> Serving<'a> {
         let Context { config, output, receiver, waiting } = context;
         let (image, listens) = (images.path().to_owned(), &places.listens);
         let Images { all, is_default, adopted, common } = images;
-        let lines = ready_lines(config, &all, confined.kind, listens, &places.nodes);
+        let lines = ready_lines(config, &all, confined.kind, listens, &places.devices);
         let uris = all.first().map(|first| uris(config, listens, &first.named)).unwrap_or_default();
-        let disks = ServedDisks::new(served(config, &server, all, listens, &places.nodes));
+        let disks = ServedDisks::new(served(config, &server, all, listens, &places.devices));
         let added = additions(config, listens.clone(), common);
         let running = RunningServer::new(server.exports(), disks.clone(), added, upgrades);
         let takes_over = receiver.is_some();
@@ -65,7 +64,7 @@ impl<'a> Serving<'a> {
             let clients = adopted.unwrap_or_default();
             add_places(&mut disks.lock(), &clients);
             receiver.restore(&server.exports(), later, clients)?;
-            places.nodes.start()?;
+            places.devices.start()?;
         }
         let pid_file = places.pid_file.iter().filter_map(|file| file.appear().err());
         pid_file.for_each(|error| warn!("{error}"));
@@ -110,17 +109,18 @@ fn served(
     server: &Server,
     all: Vec<OpenedDisk>,
     listens: &[Address],
-    nodes: &UblkNodes,
+    devices: &Devices,
 ) -> Vec<ServedDisk> {
-    let sockets = vhost_user_paths(config, &all);
     let ids = server.exports().list().into_iter().map(|(id, _)| id);
-    let served = |(at, (id, (disk, sockets))): (usize, (_, (OpenedDisk, Vec<String>)))| {
-        let sockets = sockets.into_iter().map(|path| format!("vhost-user:{path}"));
+    let served = |(at, (id, disk)): (usize, (_, OpenedDisk))| {
+        let sockets = devices.sockets(at).into_iter().map(|path| format!("vhost-user:{path}"));
         let uris = uris(config, listens, &disk.named);
-        let places = nodes.path(at).into_iter().chain(uris).chain(sockets).collect();
-        ServedDisk { id, disk, places, ublk: nodes.device(at) }
+        let local = devices.local(at);
+        let node = local.iter().map(|device| device.node());
+        let places = node.chain(uris).chain(sockets).collect();
+        ServedDisk { id, disk, places, local }
     };
-    ids.zip(all.into_iter().zip(sockets)).enumerate().map(served).collect()
+    ids.zip(all).enumerate().map(served).collect()
 }
 
 /// Adds the vhost-user sockets of `clients` that are none of the arguments.

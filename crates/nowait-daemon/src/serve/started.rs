@@ -45,10 +45,10 @@ impl<'a> Started<'a> {
     pub(super) fn of(bound: Bound<'a>) -> Result<Self, CliError> {
         let Bound { context, images, mut listeners, places, control, upgrades, .. } = bound;
         let config = context.config;
-        let nodes_appear = context.receiver.is_none() && !places.nodes.is_empty();
+        let nodes_appear = context.receiver.is_none() && places.devices.has_local();
         let mut files = Some(bound.files);
         if !nodes_appear && let Some(files) = files.take() {
-            confinement::enter(config, files, &places.nodes)?;
+            confinement::enter(config, files, &places.devices)?;
         }
         // A program that takes over accepts connections when the other one does no more.
         let later = match context.receiver {
@@ -56,7 +56,7 @@ impl<'a> Started<'a> {
             None => Vec::new(),
         };
         let options = options(config, bound.kind, bound.tls);
-        let server = Server::start(bound.devices, listeners, options);
+        let server = Server::start(bound.exports, listeners, options);
         let server = server.map_err(|error| CliError::at(images.path(), error))?;
         set_up(config, &server).map_err(|error| CliError::at(images.path(), error))?;
         let tls_files = bound.tls_files.into_iter().chain(control.tls()).collect();
