@@ -71,7 +71,7 @@ impl PreparedBackup {
         let guarded = guarded.map_err(|error| BackupRefusal::Export(ExportError::System(error)))?;
         let guarded: Disk = Arc::new(guarded);
         let served = backup_device::device(&point, guarded.clone(), spec.discards);
-        let description = format!("{} at an instant", export.description());
+        let description = format!("{} at an instant", export.description()).trim_start().to_owned();
         let served = Export::new(served, name, description).with_block_size(export.block_size());
         let backup = AnyExport {
             bitmaps: DirtyBitmaps::of_frozen(frozen),
