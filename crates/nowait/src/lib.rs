@@ -51,6 +51,10 @@
 //! [`BlockDevice::open`] opens a *disk* of a fixed size, whose writes end at its end (C25). One without other writers may
 //! have its holes cached ([`OpenOptions::cache_holes`]).
 //!
+//! A scan by small reads is read ahead where [`OpenOptions::read_ahead`] asks for it. [`IoArena`] is memory of the caller
+//! that engines register once; [`Engine::cancel`], [`Engine::set_deadline`] and [`AsyncFile::with_timeout`] end requests
+//! early. After fork(2) a child process has [`BlockingFile`], and no engine beside those of its parent.
+//!
 //! # Logs
 //!
 //! [`Log`] is an append log for databases: an append from any thread or task returns when its record is durable, and
@@ -117,6 +121,7 @@ pub use log::log_options::LogOptions;
 pub use log::log_position::LogPosition;
 pub use log::log_records::{LogRecord, LogRecords};
 pub use memory::buffer_pool::{Budget, PooledBuffer};
+pub use memory::io_arena::IoArena;
 pub use memory::io_buffer::IoBuffer;
 pub use queue::auto::{AnyQueue, QueueKind};
 pub use queue::pending_transfer::{AsyncTransfers, PendingTransfer};

@@ -532,7 +532,6 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
     }
 
     /// Records that a write to `range` by a queue has ended, before its request is answered.
-    #[inline(always)]
     pub(crate) fn written(&self, range: ByteRange) {
         self.map.mark_allocated(range);
         if let Some(inode) = &self.inode {

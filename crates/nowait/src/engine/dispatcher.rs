@@ -172,15 +172,19 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
         Ok(())
     }
 
-    /// Starts a request as [`Dispatcher::submit_simple`] does, for memory that a driver has registered
-    /// under `number`. Its transfer is not merged with others: the list of a merged one has addresses.
-    pub(crate) fn submit_registered<Q: IoQueue>(
+    /// Starts a request as [`Dispatcher::submit_simple`] does, for memory at `base` that is registered
+    /// under `number`; that of a driver has no address. Its transfer is not merged with others: the list of a merged
+    /// one has addresses.
+    ///
+    /// # Safety
+    /// `base` is null or valid for the range's length until the request is given back.
+    pub(crate) unsafe fn submit_registered<Q: IoQueue>(
         &mut self,
         queue: &mut Q,
         device: &AttachedDevice<M>,
         io: Request,
         extent: Extent,
-        number: u16,
+        (base, number): (*mut u8, u16),
         tag: u64,
     ) -> Result<(), Rejected> {
         let locked = device.simple_path.needs_range_lock(io);
@@ -191,11 +195,10 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
         request.begin(own_transfer(io.op), State::Queued, target, io, None, tag);
         device.count(Count::Simple);
         request.locked = locked;
-        request.place =
-            Place { base: std::ptr::null_mut(), pos: extent.pos, segments: 0, buffer: number };
+        request.place = Place { base, pos: extent.pos, segments: 0, buffer: number };
         let transfer = device.simple_path.transfer(io, target, request.place);
-        // SAFETY: the transfer names no address of this process; the kernel holds the driver's
-        // memory until it has ended.
+        // SAFETY: the transfer names no address of this process, and the kernel holds the driver's
+        // memory until it has ended; or the memory was promised by the caller.
         if unsafe { push_transfer(queue, &transfer, slot) } {
             return Ok(());
         }

@@ -37,6 +37,7 @@ use std::time::Duration;
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
 use crate::blocking::worker_pool::WorkerPool;
+use crate::memory::arena_memory::ArenaMemory;
 use crate::memory::buffer_pool::{Budget, BufferPool, PooledBuffer};
 use crate::queue::{Interest, IoQueue};
 use crate::threads::fork_mark;
@@ -84,6 +85,8 @@ pub struct Engine<Q: IoQueue, M: BlockMap + ?Sized> {
     pub(crate) dispatcher: Dispatcher<M>,
     queue: Q,
     buffers: BufferPool,
+    /// Memory of callers, and its number in the queue. It is dropped after the queue.
+    arenas: Vec<(Arc<ArenaMemory>, u16)>,
 }
 
 impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
@@ -128,7 +131,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
             WORKERS_EVENT,
             Interest::Readable,
         )?;
-        Ok(Self { dispatcher, queue, buffers: BufferPool::new(buffers) })
+        Ok(Self { dispatcher, queue, buffers: BufferPool::new(buffers), arenas: Vec::new() })
     }
 
     /// Attaches a device, which other engines may serve at the same time. Requests of other devices

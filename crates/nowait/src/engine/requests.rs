@@ -28,6 +28,7 @@ use crate::engine::transfer_result::{TransferResult, classify};
 use crate::engine::worker_exchange::WorkerExchange;
 use crate::memory::buffer_pool::PooledBuffer;
 use crate::queue::IoQueue;
+use crate::read_ahead::shared_inode;
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
@@ -219,13 +220,16 @@ impl<M: BlockMap + ?Sized> Requests<M> {
         self.pool.complete_as_is(slot);
     }
 
-    /// Ends the request in `slot` if it is a write whose only transfer has moved all of its bytes, and no
-    /// durable write in flight has to be counted. It is put into the list of done ones first, so that the
+    /// Ends the request in `slot` if it is a write whose only transfer has moved all of its bytes, no
+    /// durable write in flight has to be counted, and nothing that was read ahead has to be forgotten. It is put into the list of done ones first, so that the
     /// rest of this needs no more than its range and device.
     #[inline(always)]
     pub(crate) fn end_if_full_write(&mut self, slot: u32, outcome: Outcome) -> bool {
         let request = &mut self.pool[slot];
-        if !request.is_full_write(outcome) || !self.syncs.is_idle() {
+        if !request.is_full_write(outcome)
+            || !self.syncs.is_idle()
+            || shared_inode::any_reads_ahead()
+        {
             return false;
         }
         request.result = i64::from(outcome);
@@ -233,7 +237,7 @@ impl<M: BlockMap + ?Sized> Requests<M> {
         request.locked = false;
         self.pool.complete_as_is(slot);
         let disk = &self.devices[device].disk;
-        disk.written(range);
+        disk.map.mark_allocated(range);
         if locked {
             disk.ranges.unlock(range, LockMode::Shared);
         }

@@ -6,17 +6,35 @@
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
 
+use crate::memory::arena_memory::{ArenaMemory, ArenaPart};
 use crate::memory::buffer_pool::AlignedBox;
 use crate::types::error::{Error, Operation};
 
 /// Page-aligned memory for the requests of [`crate::AsyncFile`] and [`crate::LocalAsyncFile`]:
 /// `Send`, initially zeros.
 ///
+/// It has memory of its own ([`IoBuffer::zeroed`]), or a part of an arena ([`IoArena::buffer`](crate::IoArena::buffer)).
 /// A request takes the buffer and returns it at its end. Position and length may be anything; a
 /// request that is aligned for direct I/O copies nothing.
 #[derive(Default)]
-pub struct IoBuffer(Option<AlignedBox>);
+pub struct IoBuffer(Memory);
+
+#[derive(Default)]
+enum Memory {
+    #[default]
+    Empty,
+    Own(AlignedBox),
+    /// A part of an arena.
+    Part(ArenaPart),
+}
+
+impl From<ArenaPart> for IoBuffer {
+    fn from(part: ArenaPart) -> Self {
+        Self(Memory::Part(part))
+    }
+}
 
 // SAFETY: the buffer is the only owner of its memory, which any thread may free; it has no
 // interior mutability.
@@ -34,20 +52,36 @@ impl IoBuffer {
             return Ok(Self::default());
         }
         let memory = AlignedBox::zeroed(len).ok_or(Error::new(libc::ENOMEM, Operation::SetUp))?;
-        Ok(Self(Some(memory)))
+        Ok(Self(Memory::Own(memory)))
+    }
+
+    /// The arena that the memory is of.
+    pub(crate) fn arena(&self) -> Option<&Arc<ArenaMemory>> {
+        match &self.0 {
+            Memory::Part(part) => Some(part.memory()),
+            Memory::Empty | Memory::Own(_) => None,
+        }
     }
 }
 
 impl Deref for IoBuffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        self.0.as_deref().unwrap_or_default()
+        match &self.0 {
+            Memory::Empty => &[],
+            Memory::Own(memory) => memory,
+            Memory::Part(part) => part.bytes(),
+        }
     }
 }
 
 impl DerefMut for IoBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        self.0.as_deref_mut().unwrap_or_default()
+        match &mut self.0 {
+            Memory::Empty => &mut [],
+            Memory::Own(memory) => memory,
+            Memory::Part(part) => part.bytes_mut(),
+        }
     }
 }
 

@@ -29,6 +29,15 @@ pub struct SharedInode {
     reads_ahead: AtomicBool,
 }
 
+/// Whether [`SharedInode::ahead`] was called for any file of the process.
+static ANY_READS_AHEAD: AtomicBool = AtomicBool::new(false);
+
+/// Whether a file of the process may have been read ahead.
+#[inline(always)]
+pub(crate) fn any_reads_ahead() -> bool {
+    ANY_READS_AHEAD.load(Ordering::Acquire)
+}
+
 type Inodes = HashMap<InodeNumber, Weak<SharedInode>>;
 
 fn inodes() -> MutexGuard<'static, Inodes> {
@@ -53,6 +62,7 @@ impl SharedInode {
     pub(crate) fn ahead(&self) -> Arc<AheadReads> {
         let ahead = self.ahead.get_or_init(AheadReads::new).clone();
         self.reads_ahead.store(true, Ordering::Release);
+        ANY_READS_AHEAD.store(true, Ordering::Release);
         ahead
     }
 

@@ -21,6 +21,7 @@ use crate::types::error::{Error, Operation};
 use crate::types::iovec::IoSegment;
 use crate::types::request::{Flags, Op};
 use crate::types::token::WAKE_EVENT;
+use crate::types::transfer::UNREGISTERED;
 
 pub(crate) struct Driver<Q: IoQueue> {
     engine: Engine<Q, dyn BlockMap>,
@@ -121,9 +122,11 @@ impl<Q: IoQueue> Driver<Q> {
         let submitted = match io.op {
             Op::Read | Op::Write => {
                 let segment = IoSegment { base: buffer.as_mut_ptr(), len: buffer.len() };
+                let number = buffer.arena().map(|arena| self.engine.number_of(arena));
+                let number = number.unwrap_or(UNREGISTERED);
                 // SAFETY: the buffer stays in place, in `in_flight`, until the engine gives the
                 // request back; if the engine is dropped before that, `drop` has leaked the memory.
-                unsafe { self.engine.submit_user_memory(device, io, &[segment], tag as u64) }
+                unsafe { self.engine.submit_numbered(device, io, segment, number, tag as u64) }
             }
             Op::Flush | Op::Discard | Op::Zero | Op::Status => {
                 self.engine.submit_no_data(device, io, tag as u64)

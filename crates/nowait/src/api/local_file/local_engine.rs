@@ -10,6 +10,7 @@ use crate::block::device::BlockDevice;
 use crate::engine::Engine;
 use crate::engine::attached_device::DeviceHandle;
 use crate::engine::completion::Completion;
+use crate::memory::arena_memory::ArenaMemory;
 use crate::queue::{Interest, IoQueue};
 use crate::types::error::Error;
 use crate::types::iovec::IoSegment;
@@ -23,7 +24,7 @@ pub(crate) type AnyDevice = DeviceHandle<dyn BlockMap>;
 pub(crate) trait LocalEngine {
     fn attach(&mut self, disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<AnyDevice, Error>;
     fn detach(&mut self, device: &AnyDevice) -> Result<(), Error>;
-    /// Submits a request of any kind; `segment` is the memory of a read or write.
+    /// Submits a request of any kind; `segment` is the memory of a read or write, and perhaps a part of `arena`.
     ///
     /// # Safety
     /// As for [`Engine::submit_user_memory`].
@@ -32,6 +33,7 @@ pub(crate) trait LocalEngine {
         device: &AnyDevice,
         io: Request,
         segment: IoSegment,
+        arena: Option<&Arc<ArenaMemory>>,
         tag: u64,
     ) -> Result<(), Error>;
     fn poll(&mut self) -> Result<(), Error>;
@@ -62,12 +64,22 @@ impl<Q: IoQueue> LocalEngine for Engine<Q, dyn BlockMap> {
         device: &AnyDevice,
         io: Request,
         segment: IoSegment,
+        arena: Option<&Arc<ArenaMemory>>,
         tag: u64,
     ) -> Result<(), Error> {
-        let submitted = match io.op {
+        let submitted = match (io.op, arena) {
+            (Op::Read | Op::Write, Some(arena)) => {
+                let number = self.number_of(arena);
+                // SAFETY: as promised by the caller.
+                unsafe { self.submit_numbered(device, io, segment, number, tag) }
+            }
             // SAFETY: as promised by the caller.
-            Op::Read | Op::Write => unsafe { self.submit_user_memory(device, io, &[segment], tag) },
-            Op::Flush | Op::Discard | Op::Zero | Op::Status => self.submit_no_data(device, io, tag),
+            (Op::Read | Op::Write, None) => unsafe {
+                self.submit_user_memory(device, io, &[segment], tag)
+            },
+            (Op::Flush | Op::Discard | Op::Zero | Op::Status, _) => {
+                self.submit_no_data(device, io, tag)
+            }
         };
         submitted.map_err(|rejected| rejected.error)
     }

@@ -103,7 +103,9 @@ impl SentRequests {
         let segment = IoSegment { base: buffer.as_mut_ptr(), len: buffer.len() };
         // SAFETY: the buffer stays in its slot, and the slot in use, until the engine gives the
         // request back; `fail` and `drop` leak it where the engine cannot.
-        match unsafe { self.engine.submit_any(device, io, segment, u64::from(slot)) } {
+        match unsafe {
+            self.engine.submit_any(device, io, segment, buffer.arena(), u64::from(slot))
+        } {
             Ok(()) => {
                 request.submitted = true;
                 Ok(true)
