@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use nowait::{
-    AsyncFile, BlockDevice, BlockingFile, ByteRange, Config, Engine, Flags, IoArena, IoSegment,
-    LocalAsyncFile, LocalDriver, Op, OpenOptions, Request, WorkerPool,
+    AsyncFile, BlockDevice, BlockingFile, ByteRange, Config, Engine, Flags, IoArena, IoBuffer,
+    IoSegment, LocalAsyncFile, LocalDriver, Op, OpenOptions, Request, WorkerPool,
 };
 use nowait_testkit::{TestQueueKind, WaitForRequests};
 
@@ -134,4 +134,75 @@ fn buffers_of_an_arena_are_those_of_async_files_on_each_queue() {
     let mut buffer = arena.buffer(BLOCK).unwrap();
     assert_eq!(blocking.read_at(&mut buffer, 0), Ok(BLOCK));
     assert_eq!(buffer[0], 3);
+}
+
+#[test]
+fn vectored_requests_of_every_api_use_parts_of_an_arena() {
+    let driver = LocalDriver::new().unwrap();
+    for kind in TestQueueKind::REAL {
+        let config = Config { slots: 64, ..Config::default() };
+        let Some(queue) = kind.queue(config.slots) else { continue };
+        let file = file();
+        let device = disk(&file);
+        let local = LocalAsyncFile::with_queue(device.clone(), WorkerPool::new(2), queue, config);
+        let make = move || kind.try_queue(config.slots);
+        let shared = AsyncFile::with_queue(device.clone(), WorkerPool::new(2), config, make);
+        let (local, shared) = (local.unwrap(), shared.unwrap());
+        let blocking = BlockingFile::new(device);
+        let arena = IoArena::new(64 * BLOCK).unwrap();
+        for (pos, lens) in
+            [(0, [BLOCK, 2 * BLOCK, BLOCK]), (5, [1, 7000, 3]), (BLOCK as u64, [BLOCK, 0, 9])]
+        {
+            let buffers = |fill: u8| -> Vec<_> {
+                let parts = lens.iter().zip(fill..).map(|(len, byte)| {
+                    let mut part = arena.buffer(*len).unwrap();
+                    part.fill(byte);
+                    part
+                });
+                parts.collect()
+            };
+            let total: usize = lens.iter().sum();
+            let expected = |fill: u8| -> Vec<u8> {
+                lens.iter().zip(fill..).flat_map(|(len, byte)| vec![byte; *len]).collect()
+            };
+            let found = || {
+                let bytes = std::fs::read(file.path()).unwrap();
+                bytes[pos as usize..pos as usize + total].to_vec()
+            };
+            let (done, back) =
+                driver.block_on(local.write_vectored_at(buffers(1), pos, Flags::NONE));
+            assert_eq!((done, back.len()), (Ok(total), 3), "{kind:?}");
+            assert!(found() == expected(1), "{kind:?} {pos}");
+            let (done, back) = driver.block_on(shared.read_vectored_at(buffers(0), pos));
+            assert_eq!(done, Ok(total), "{kind:?}");
+            assert!(back.concat_bytes() == expected(1), "{kind:?} {pos}");
+            let (done, _) =
+                driver.block_on(shared.write_vectored_at(buffers(11), pos, Flags::DSYNC));
+            assert_eq!(done, Ok(total), "{kind:?}");
+            let (done, back) = driver.block_on(local.read_vectored_at(buffers(0), pos));
+            assert_eq!(done, Ok(total), "{kind:?}");
+            assert!(back.concat_bytes() == expected(11), "{kind:?} {pos}");
+            let data = buffers(21);
+            let slices: Vec<_> = data.iter().map(|part| std::io::IoSlice::new(part)).collect();
+            assert_eq!(blocking.write_vectored_at(&slices, pos, Flags::NONE), Ok(total));
+            assert!(found() == expected(21), "{kind:?} {pos}");
+        }
+        for count in [0, 1024, 1025] {
+            let many: Vec<_> = (0..count).map(|_| IoBuffer::zeroed(1).unwrap()).collect();
+            let (done, back) = driver.block_on(local.read_vectored_at(many, 0));
+            let expected = if count > 1024 { Err(libc::EINVAL) } else { Ok(count) };
+            assert_eq!(done.map_err(|error| error.errno()), expected, "{kind:?}");
+            assert_eq!(back.len(), count, "{kind:?}: they are given back");
+        }
+    }
+}
+
+trait Bytes {
+    fn concat_bytes(&self) -> Vec<u8>;
+}
+
+impl Bytes for Vec<IoBuffer> {
+    fn concat_bytes(&self) -> Vec<u8> {
+        self.iter().flat_map(|buffer| buffer.to_vec()).collect()
+    }
 }

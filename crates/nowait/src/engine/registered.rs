@@ -99,7 +99,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     ) -> Result<(), Rejected> {
         let number = self.number_of(arena.memory());
         // SAFETY: as promised by the caller.
-        unsafe { self.submit_numbered(device, io, segment, number, tag) }
+        unsafe { self.submit_numbered(device, io, &[segment], number, tag) }
     }
 
     /// The number of the memory of an arena, which is registered if it is new.
@@ -117,7 +117,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         number
     }
 
-    /// Submits a request of memory that is registered under `number`, if it is.
+    /// Submits a request whose memory, if it is one segment, is registered under `number`.
     ///
     /// # Safety
     /// As for [`Engine::submit_user_memory`].
@@ -125,12 +125,13 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         &mut self,
         device: &DeviceHandle<M>,
         io: Request,
-        segment: IoSegment,
+        segments: &[IoSegment],
         number: u16,
         tag: u64,
     ) -> Result<(), Rejected> {
-        let is_one_transfer = number != UNREGISTERED && io.range.len == segment.len as u64;
-        if is_one_transfer
+        if let [segment] = segments
+            && number != UNREGISTERED
+            && io.range.len == segment.len as u64
             && let Verdict::Simple(extent) =
                 self.dispatcher.simple(device.attached(), io, segment.base)
         {
@@ -142,6 +143,6 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
             };
         }
         // SAFETY: as promised by the caller.
-        unsafe { self.submit_user_memory(device, io, &[segment], tag) }
+        unsafe { self.submit_user_memory(device, io, segments, tag) }
     }
 }

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use crate::memory::arena_memory::{ArenaMemory, ArenaPart};
 use crate::memory::buffer_pool::AlignedBox;
 use crate::types::error::{Error, Operation};
+use crate::types::iovec::IoSegment;
 
 /// Page-aligned memory for the requests of [`crate::AsyncFile`] and [`crate::LocalAsyncFile`]:
 /// `Send`, initially zeros.
@@ -28,6 +29,8 @@ enum Memory {
     Own(AlignedBox),
     /// A part of an arena.
     Part(ArenaPart),
+    /// The memory of a vectored request on its way; it has no bytes of its own.
+    List(Vec<IoBuffer>),
 }
 
 impl From<ArenaPart> for IoBuffer {
@@ -59,7 +62,30 @@ impl IoBuffer {
     pub(crate) fn arena(&self) -> Option<&Arc<ArenaMemory>> {
         match &self.0 {
             Memory::Part(part) => Some(part.memory()),
-            Memory::Empty | Memory::Own(_) => None,
+            Memory::Empty | Memory::Own(_) | Memory::List(_) => None,
+        }
+    }
+
+    /// The memory of one request that has several buffers.
+    pub(crate) const fn list(buffers: Vec<Self>) -> Self {
+        Self(Memory::List(buffers))
+    }
+
+    /// The buffers of [`IoBuffer::list`]; none if it was lost.
+    pub(crate) fn into_list(self) -> Vec<Self> {
+        match self.0 {
+            Memory::List(buffers) => buffers,
+            Memory::Empty | Memory::Own(_) | Memory::Part(_) => Vec::new(),
+        }
+    }
+
+    /// Passes the memory on as segments of a request.
+    pub(crate) fn with_segments<T>(&mut self, run: impl FnOnce(&[IoSegment]) -> T) -> T {
+        let segment =
+            |buffer: &mut Self| IoSegment { base: buffer.as_mut_ptr(), len: buffer.len() };
+        match &mut self.0 {
+            Memory::List(buffers) => run(&buffers.iter_mut().map(segment).collect::<Vec<_>>()),
+            Memory::Empty | Memory::Own(_) | Memory::Part(_) => run(&[segment(self)]),
         }
     }
 }
@@ -68,7 +94,7 @@ impl Deref for IoBuffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         match &self.0 {
-            Memory::Empty => &[],
+            Memory::Empty | Memory::List(_) => &[],
             Memory::Own(memory) => memory,
             Memory::Part(part) => part.bytes(),
         }
@@ -78,7 +104,7 @@ impl Deref for IoBuffer {
 impl DerefMut for IoBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         match &mut self.0 {
-            Memory::Empty => &mut [],
+            Memory::Empty | Memory::List(_) => &mut [],
             Memory::Own(memory) => memory,
             Memory::Part(part) => part.bytes_mut(),
         }

@@ -18,7 +18,6 @@ use crate::engine::attached_device::DeviceHandle;
 use crate::queue::{Interest, IoQueue};
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
-use crate::types::iovec::IoSegment;
 use crate::types::request::{Flags, Op};
 use crate::types::token::WAKE_EVENT;
 use crate::types::transfer::UNREGISTERED;
@@ -121,12 +120,13 @@ impl<Q: IoQueue> Driver<Q> {
         let (_, AsyncRequest { buffer, .. }) = entry.insert((file, request));
         let submitted = match io.op {
             Op::Read | Op::Write => {
-                let segment = IoSegment { base: buffer.as_mut_ptr(), len: buffer.len() };
                 let number = buffer.arena().map(|arena| self.engine.number_of(arena));
-                let number = number.unwrap_or(UNREGISTERED);
+                let (number, engine) = (number.unwrap_or(UNREGISTERED), &mut self.engine);
                 // SAFETY: the buffer stays in place, in `in_flight`, until the engine gives the
                 // request back; if the engine is dropped before that, `drop` has leaked the memory.
-                unsafe { self.engine.submit_numbered(device, io, segment, number, tag as u64) }
+                buffer.with_segments(|segments| unsafe {
+                    engine.submit_numbered(device, io, segments, number, tag as u64)
+                })
             }
             Op::Flush | Op::Discard | Op::Zero | Op::Status => {
                 self.engine.submit_no_data(device, io, tag as u64)

@@ -24,7 +24,7 @@ pub(crate) type AnyDevice = DeviceHandle<dyn BlockMap>;
 pub(crate) trait LocalEngine {
     fn attach(&mut self, disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<AnyDevice, Error>;
     fn detach(&mut self, device: &AnyDevice) -> Result<(), Error>;
-    /// Submits a request of any kind; `segment` is the memory of a read or write, and perhaps a part of `arena`.
+    /// Submits a request of any kind; `segments` are the memory of a read or write, one of them perhaps a part of `arena`.
     ///
     /// # Safety
     /// As for [`Engine::submit_user_memory`].
@@ -32,7 +32,7 @@ pub(crate) trait LocalEngine {
         &mut self,
         device: &AnyDevice,
         io: Request,
-        segment: IoSegment,
+        segments: &[IoSegment],
         arena: Option<&Arc<ArenaMemory>>,
         tag: u64,
     ) -> Result<(), Error>;
@@ -63,7 +63,7 @@ impl<Q: IoQueue> LocalEngine for Engine<Q, dyn BlockMap> {
         &mut self,
         device: &AnyDevice,
         io: Request,
-        segment: IoSegment,
+        segments: &[IoSegment],
         arena: Option<&Arc<ArenaMemory>>,
         tag: u64,
     ) -> Result<(), Error> {
@@ -71,11 +71,11 @@ impl<Q: IoQueue> LocalEngine for Engine<Q, dyn BlockMap> {
             (Op::Read | Op::Write, Some(arena)) => {
                 let number = self.number_of(arena);
                 // SAFETY: as promised by the caller.
-                unsafe { self.submit_numbered(device, io, segment, number, tag) }
+                unsafe { self.submit_numbered(device, io, segments, number, tag) }
             }
             // SAFETY: as promised by the caller.
             (Op::Read | Op::Write, None) => unsafe {
-                self.submit_user_memory(device, io, &[segment], tag)
+                self.submit_user_memory(device, io, segments, tag)
             },
             (Op::Flush | Op::Discard | Op::Zero | Op::Status, _) => {
                 self.submit_no_data(device, io, tag)

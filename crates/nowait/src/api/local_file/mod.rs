@@ -203,6 +203,48 @@ impl LocalAsyncFile {
         )
     }
 
+    /// Reads into all of `buffers` in turn, without a copy where the device allows that. The result is as that of
+    /// [`LocalAsyncFile::read_at`].
+    ///
+    /// # Errors
+    /// As [`LocalAsyncFile::read_at`]; `EINVAL` for more than 1024 buffers (C04).
+    pub fn read_vectored_at(
+        &self,
+        buffers: Vec<IoBuffer>,
+        pos: u64,
+    ) -> impl Future<Output = (Result<usize, Error>, Vec<IoBuffer>)> + use<> {
+        self.vectored(Op::Read, self.flags, pos, buffers)
+    }
+
+    /// Writes all of `buffers` in turn, without a copy where the device allows that. The result is as that of
+    /// [`LocalAsyncFile::write_at`].
+    ///
+    /// # Errors
+    /// As [`LocalAsyncFile::write_at`]; `EINVAL` for more than 1024 buffers (C04).
+    pub fn write_vectored_at(
+        &self,
+        buffers: Vec<IoBuffer>,
+        pos: u64,
+        flags: Flags,
+    ) -> impl Future<Output = (Result<usize, Error>, Vec<IoBuffer>)> + use<> {
+        self.vectored(Op::Write, flags | self.flags, pos, buffers)
+    }
+
+    fn vectored(
+        &self,
+        op: Op,
+        flags: Flags,
+        pos: u64,
+        buffers: Vec<IoBuffer>,
+    ) -> impl Future<Output = (Result<usize, Error>, Vec<IoBuffer>)> + use<> {
+        let len = buffers.iter().map(|buffer| buffer.len() as u64).sum();
+        let request = self.request(op, flags, ByteRange::new(pos, len), IoBuffer::list(buffers));
+        async move {
+            let (done, buffers) = request.await;
+            (done, buffers.into_list())
+        }
+    }
+
     /// Makes every write durable that had ended when this is first polled (C49).
     ///
     /// # Errors

@@ -15,7 +15,6 @@ use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
 use crate::memory::io_buffer::IoBuffer;
 use crate::types::error::{Error, Operation};
-use crate::types::iovec::IoSegment;
 use crate::types::request::{Flags, Request};
 
 /// An engine, its files, and the requests that their futures have sent.
@@ -100,12 +99,13 @@ impl SentRequests {
         let Some(request) = self.slab.pending(slot) else { return Ok(true) };
         let Some(device) = self.files.state(request.file) else { return Ok(true) };
         let (io, buffer) = (request.io, &mut request.buffer);
-        let segment = IoSegment { base: buffer.as_mut_ptr(), len: buffer.len() };
+        let (arena, engine) = (buffer.arena().cloned(), &mut self.engine);
         // SAFETY: the buffer stays in its slot, and the slot in use, until the engine gives the
         // request back; `fail` and `drop` leak it where the engine cannot.
-        match unsafe {
-            self.engine.submit_any(device, io, segment, buffer.arena(), u64::from(slot))
-        } {
+        let submitted = buffer.with_segments(|segments| unsafe {
+            engine.submit_any(device, io, segments, arena.as_ref(), u64::from(slot))
+        });
+        match submitted {
             Ok(()) => {
                 request.submitted = true;
                 Ok(true)
