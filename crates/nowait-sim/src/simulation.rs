@@ -285,6 +285,7 @@ impl<S: SystemUnderTest> Simulation<S> {
             false => None,
         };
         let size = self.oracle.size();
+        self.device.set_faults(Faults::default());
         image::stack(&self.scenario, &self.device, disk.as_deref(), size, random)?;
         self.torn = false;
         self.damaged = None;

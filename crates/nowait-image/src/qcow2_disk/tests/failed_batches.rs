@@ -3,6 +3,7 @@
 //! Invariant: requests that the engine submits through its own queue do not fail.
 
 use std::collections::HashMap;
+use std::io::Read;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -10,7 +11,10 @@ use std::sync::{Arc, Mutex, OnceLock};
 use nowait::{BlockingFile, Direct, Flags};
 use nowait_testkit::{Random, seed};
 
+use crate::image::bitmaps_of;
+use crate::offline::bitmap_changes::{self, NewBitmap};
 use crate::offline::create::{CreateOptions, create};
+use crate::qcow2_disk::regions::REGION_SHIFT;
 use crate::qcow2_disk::{ServeOptions, open};
 use crate::{Chain, ChainOptions, Format};
 
@@ -95,6 +99,46 @@ fn c51_a_batch_that_failed_on_a_storage_that_kept_all_is_written_by_a_later_flus
     assert!(found == model, "seed {}", seed());
     other_image.close().unwrap();
     drop((blocking, disk));
+    open_image.close().unwrap();
+}
+
+#[test]
+fn c74_a_write_fails_whose_bits_cannot_be_stored() {
+    const REGION: u64 = 1 << REGION_SHIFT;
+    let scratch = tempfile::tempdir().unwrap();
+    let (path, copy) = (scratch.path().join("disk"), scratch.path().join("copy"));
+    create(&path, &CreateOptions::new(Format::Qcow2, Some(64 * REGION))).unwrap();
+    let chain = |path| {
+        let format = Some(Format::Qcow2);
+        Chain::open(path, &ChainOptions { format, writable: true, ..ChainOptions::default() })
+    };
+    let new = NewBitmap { name: "changes".into(), granularity: REGION, enabled: true };
+    bitmap_changes::add(&chain(&path).unwrap(), &new, None).unwrap();
+    let first = chain(&path).unwrap();
+    let supply = Arc::new(Supply(AtomicI64::new(i64::MAX)));
+    supplies().lock().unwrap().insert(key(first.layers()[0].file.fd().unwrap()), supply.clone());
+    let options = ServeOptions { writable: true, direct: Direct::Off, cache_holes: true };
+    let (disk, open_image) = open(first, options).unwrap();
+    let blocking = BlockingFile::new(Arc::new(disk));
+    let mut failed = 0;
+    for region in 0..64 {
+        supply.set(region as i64 % 8);
+        let written = blocking.write_at(&[7; 512], region * REGION, Flags::NONE);
+        supply.set(i64::MAX);
+        failed += u32::from(written.is_err());
+        std::fs::copy(&path, &copy).unwrap();
+        let chain = chain(&copy).unwrap();
+        let (_, bits) = bitmaps_of(chain.top()).unwrap().pop().unwrap();
+        let mut all = [0; 8];
+        bits.unwrap().read_exact(&mut all).unwrap();
+        let is_dirty = all[region as usize / 8] & 1 << (region % 8) != 0;
+        assert!(is_dirty || written.is_err(), "region {region}: {written:?}");
+        let mut found = [0; 512];
+        blocking.read_at(&mut found, region * REGION).unwrap();
+        assert!(is_dirty || found == [0; 512], "region {region}");
+    }
+    assert!((16..64).contains(&failed), "{failed}");
+    drop(blocking);
     open_image.close().unwrap();
 }
 
