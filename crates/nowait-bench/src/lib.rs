@@ -2,6 +2,8 @@
 //! engine on against off, copies of disks by several programs, and a client beside neighbours that
 //! misbehave. No figure is reported without one to compare it with.
 //!
+//! For the program `nowait-bench`, and for its tests.
+//!
 //! Invariant: within one table every server gets the same file, processor, client, caching and
 //! encryption. The measurements are short and alternate, so that a slowdown of the machine affects
 //! all servers.

@@ -1,40 +1,31 @@
-//! The program `nowait-bench`, which `nowait bench` runs: runs the measurements of the bench crate
+//! The program `nowait-bench`, which `nowait bench` executes: runs the measurements of the bench crate
 //! and prints their tables.
 //!
 //! Invariant: a file that exists, or a device, is only written to with `--overwrite`.
 
+mod args;
+
 use std::path::PathBuf;
 use std::{env, io};
 
-use clap::error::ErrorKind;
-use clap::{Args, Command, FromArgMatches};
+use crate::args::{BenchArgs, What};
 use nowait_bench::{
-    Caching, CancelFlag, ClientKind, CopyOptions, DevicesOptions, EngineOptions, Error,
-    ImagesOptions, IsolationOptions, Output, PeersOptions, Report, RunOptions, ServerKind,
-    TableSelection, Transport, run_copies, run_devices, run_engine, run_images, run_isolation,
-    run_peers,
+    CancelFlag, ClientKind, CopyOptions, DevicesOptions, EngineOptions, Error, ImagesOptions,
+    IsolationOptions, Output, PeersOptions, Report, RunOptions, ServerKind, TableSelection,
+    run_copies, run_devices, run_engine, run_images, run_isolation, run_peers,
 };
-use nowait_cli::bench_args::{BenchArgs, BenchCaching, BenchClient, BenchTransport, BenchWhat};
 use nowait_daemon::error::{CliError, os_message};
 use nowait_daemon::process::{self, log};
 
 fn main() {
     process::set_up();
-    // `nowait bench` passes on what it has parsed itself, so that clap's messages are good enough.
-    let program = Command::new("nowait-bench").bin_name("nowait bench");
-    let mut program = BenchArgs::augment_args(program).version(env!("CARGO_PKG_VERSION"));
-    let parsed = BenchArgs::from_arg_matches(&program.get_matches_mut());
-    let args = parsed.unwrap_or_else(|error| error.exit());
-    if let Err(why) = args.check() {
-        program.error(ErrorKind::ArgumentConflict, why).exit();
-    }
-    process::end(match run(&args) {
-        Ok(()) => 0,
-        Err(error) => {
+    let ended = BenchArgs::of_this_process().and_then(|args| {
+        run(&args).map_err(|error| {
             log::write_line(tracing::Level::ERROR, &error);
             error.status()
-        }
+        })
     });
+    process::end(ended.err().unwrap_or_default());
 }
 
 /// Measures and prints.
@@ -63,46 +54,35 @@ fn measure(args: &BenchArgs, run: RunOptions) -> Result<Report, CliError> {
     let mut out = io::stdout().lock();
     let file = args.file.clone();
     let what = match args.what {
-        BenchWhat::Peers => {
+        What::Peers => {
             let options = PeersOptions {
                 run,
                 nowait: Some(nowait()?),
                 servers: servers(args),
                 file,
-                client: match args.client {
-                    Some(BenchClient::Fio) => ClientKind::Fio,
-                    Some(BenchClient::Own) | None => ClientKind::Own,
-                },
+                client: args.client.unwrap_or(ClientKind::Own),
                 connections: args.connections(),
                 only: args.only.clone(),
-                caching: args.caching.map(|caching| match caching {
-                    BenchCaching::Direct => Caching::Direct,
-                    BenchCaching::Cached => Caching::PageCache,
-                }),
-                transport: args.transport.map(|transport| match transport {
-                    BenchTransport::Plain => Transport::Plain,
-                    BenchTransport::Tls => Transport::Tls,
-                    BenchTransport::Tcp => Transport::Tcp,
-                    BenchTransport::VhostUser => Transport::VhostUser,
-                }),
+                caching: args.caching,
+                transport: args.transport,
             };
             return run_peers(&options, &mut out).map_err(failed);
         }
-        BenchWhat::Copy => {
+        What::Copy => {
             let (directory, bytes) = (args.directory.clone(), args.size());
             let options = CopyOptions { run, nowait: nowait()?, directory, bytes };
             return run_copies(&options, &mut out).map_err(failed);
         }
-        BenchWhat::Images => {
+        What::Images => {
             let (servers, only) = (servers(args), args.only.clone());
             let options = ImagesOptions { run, nowait: Some(nowait()?), servers, only };
             return run_images(&options, &mut out).map_err(failed);
         }
-        BenchWhat::Isolation => {
+        What::Isolation => {
             let options = IsolationOptions { run, nowait: nowait()?, only: args.only.clone() };
             return run_isolation(&options, &mut out).map_err(failed);
         }
-        BenchWhat::Nowait if !args.device.is_empty() => {
+        What::Nowait if !args.device.is_empty() => {
             let options = DevicesOptions {
                 run,
                 devices: args.device.clone(),
@@ -125,22 +105,20 @@ fn measure(args: &BenchArgs, run: RunOptions) -> Result<Report, CliError> {
 }
 
 /// The engine's tables that `what` names; all for another one.
-fn selection(what: BenchWhat) -> TableSelection {
+fn selection(what: What) -> TableSelection {
     match what {
-        BenchWhat::Simple => TableSelection::Simple,
-        BenchWhat::Completion => TableSelection::Completion,
-        BenchWhat::Vectored => TableSelection::Vectored,
-        BenchWhat::Pool => TableSelection::Pool,
-        BenchWhat::Merge => TableSelection::Merge,
-        BenchWhat::Nowait => TableSelection::Nowait,
-        BenchWhat::Durable => TableSelection::Durable,
-        BenchWhat::Log => TableSelection::Log,
-        BenchWhat::Engines => TableSelection::Engines,
-        BenchWhat::All
-        | BenchWhat::Peers
-        | BenchWhat::Copy
-        | BenchWhat::Images
-        | BenchWhat::Isolation => TableSelection::All,
+        What::Simple => TableSelection::Simple,
+        What::Completion => TableSelection::Completion,
+        What::Vectored => TableSelection::Vectored,
+        What::Pool => TableSelection::Pool,
+        What::Merge => TableSelection::Merge,
+        What::Nowait => TableSelection::Nowait,
+        What::Durable => TableSelection::Durable,
+        What::Log => TableSelection::Log,
+        What::Engines => TableSelection::Engines,
+        What::All | What::Peers | What::Copy | What::Images | What::Isolation => {
+            TableSelection::All
+        }
     }
 }
 
@@ -157,9 +135,5 @@ fn nowait() -> Result<PathBuf, CliError> {
 
 /// The servers to measure, in the order of the command line.
 fn servers(args: &BenchArgs) -> Vec<ServerKind> {
-    let named = |name: &&str| ServerKind::ALL.into_iter().find(|kind| kind.name() == *name);
-    match args.servers.as_slice() {
-        [] => ServerKind::ALL.to_vec(),
-        names => names.iter().filter_map(named).collect(),
-    }
+    if args.servers.is_empty() { ServerKind::ALL.to_vec() } else { args.servers.clone() }
 }

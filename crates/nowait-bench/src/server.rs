@@ -13,6 +13,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use std::{io, thread};
 
+use clap::ValueEnum;
 use nowait_nbd::Address;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -33,7 +34,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(2);
 const RELEASE_DELAY: Duration = Duration::from_millis(500);
 
 /// The servers that can be measured.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ServerKind {
     /// The server of this project.
     Nowait,

@@ -5,14 +5,17 @@
 
 use std::fmt;
 
+use clap::ValueEnum;
+
 const KIB: usize = 1024;
 
 /// The caching mode of a table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Caching {
     /// From storage: the server is told to use direct I/O.
     Direct,
     /// From the page cache, which holds the whole file before the measurement begins, if it fits.
+    #[value(name = "cached")]
     PageCache,
 }
 
@@ -27,7 +30,7 @@ impl Caching {
 }
 
 /// The transport between client and server.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Transport {
     /// Unencrypted, over a Unix socket.
     Plain,
@@ -40,7 +43,7 @@ pub enum Transport {
 }
 
 /// The client that makes the requests.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ClientKind {
     /// The built-in client, which is light enough not to limit the server.
     Own,

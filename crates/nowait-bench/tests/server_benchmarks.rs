@@ -38,7 +38,7 @@ fn options(file: &Path) -> PeersOptions {
     }
 }
 
-/// As [`options`], and the file may be overwritten.
+/// Like [`options`], and the file may be overwritten.
 fn overwriting(file: &Path) -> PeersOptions {
     let mut options = options(file);
     options.run.overwrite = true;

@@ -81,7 +81,7 @@ pub(crate) const COMMANDS: &[(&[&str], &str)] = &[
     (&["server", "start", "run"], "'nowait serve IMAGE'"),
     (
         &["stop", "kill", "quit"],
-        "kill PID, which 'nowait status' shows: the server flushes the images and ends",
+        "kill PID, which 'nowait status' shows: the server flushes the images and exits",
     ),
     (&["list", "ls", "ps"], "'nowait status' shows servers, 'nowait export list' exports"),
     (&["add"], "'nowait export add NAME IMAGE' adds one to a running server"),

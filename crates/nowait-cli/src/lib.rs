@@ -1,14 +1,13 @@
 //! The `nowait` command: parse, compose, print.
 //!
+//! For the program `nowait` only: others take the libraries behind it.
+//!
 //! Invariant: success is exit status 0, a failure is one line on standard error and 1, a wrong
 //! command line one line and 2; a copy that left its target partly written is 3, a copy with
 //! unreadable ranges 4; `check` reports its findings by its exit status, and has 64 for a wrong
 //! command line. A panic is one line and 70.
-//!
-//! The public modules are those that the program `nowait-bench`, which `nowait bench` runs, has too.
 
 mod header_lines;
-pub mod bench_args;
 mod output;
 mod habits;
 mod args;
@@ -112,7 +111,7 @@ fn execute(command: Command, config: ServeConfig) -> Result<u8, CliError> {
         #[cfg(feature = "control")]
         Command::Top(args) => top::run(&args).map(|()| 0),
         Command::Upgrade(args) => control::upgrade(&args).map(|()| 0),
-        Command::Bench(_) => Err(bench::run()),
+        Command::Bench(args) => Err(bench::run(&args)),
         Command::Completions(args) => setup::completions(&args).map(|()| 0),
         Command::Man(args) => setup::man(&args).map(|()| 0),
     }

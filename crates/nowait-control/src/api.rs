@@ -32,11 +32,11 @@ pub struct ExportHistory {
     pub id: u64,
     /// Its name.
     pub name: String,
-    /// What it has done: an export that was added later has fewer samples, the last ones.
+    /// Its samples: an export that was added later has fewer samples, the last ones.
     pub series: SeriesInfo,
 }
 
-/// What was done up to each sample since the one before, the oldest first.
+/// Rates up to each sample since the one before, the oldest first.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SeriesInfo {
     /// Reads.
@@ -50,7 +50,7 @@ pub struct SeriesInfo {
     /// The time that half of the requests stayed within, in seconds, too high by at most a factor of
     /// two; null where no request was timed.
     pub p50_seconds: Vec<Option<f64>>,
-    /// The same for 99 of 100.
+    /// Seconds that 99 of 100 requests stayed within.
     pub p99_seconds: Vec<Option<f64>>,
     /// Requests that failed.
     pub errors: Vec<u64>,
@@ -187,7 +187,7 @@ pub struct LatencyInfo {
     pub sum_seconds: f64,
     /// The time that half of them stayed within, in seconds, too high by at most a factor of two.
     pub p50_seconds: f64,
-    /// The same for 99 of 100.
+    /// Seconds that 99 of 100 requests stayed within.
     pub p99_seconds: f64,
     /// The buckets, which are always the same: an upper bound in seconds (absent for the last) and the
     /// requests that took less than it, and not less than the bound before.
@@ -212,7 +212,7 @@ impl From<(f64, u64)> for BucketInfo {
 }
 
 impl LatencyInfo {
-    /// Those of `latencies`, unless there are none.
+    /// Figures of `latencies`, unless there are none.
     pub(crate) fn of(latencies: &Latencies) -> Option<Self> {
         Some(Self {
             timed: latencies.count(),
@@ -300,7 +300,7 @@ pub struct PatchExport {
     /// The new limits in place of all that there are; `{}` for none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitsInfo>,
-    /// The same for each client.
+    /// Limits of each client.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub connection_limits: Option<LimitsInfo>,
     /// The new share beside other exports, 1 to 10000.

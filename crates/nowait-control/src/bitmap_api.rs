@@ -1,4 +1,4 @@
-//! What requests and answers about dirty bitmaps are made of.
+//! Requests and answers about dirty bitmaps.
 //!
 //! Invariant: as of the other parts of the interface.
 

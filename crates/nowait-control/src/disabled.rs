@@ -90,7 +90,7 @@ impl Client {
         Err(io::Error::other(REFUSAL))
     }
 
-    /// As [`Client::new`].
+    /// Like [`Client::new`].
     ///
     /// # Errors
     /// Always: [`DISABLED`].

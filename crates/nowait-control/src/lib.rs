@@ -1,5 +1,7 @@
 //! Asks and changes a running nowait server: HTTP with JSON, and a client for it.
 //!
+//! For programs that ask a server ([`Client`]), and for servers that are asked ([`ControlledServer`]).
+//!
 //! The HTTP server runs on one thread of its own, and reaches the data path only through the
 //! methods of [`ControlledServer`].
 //!

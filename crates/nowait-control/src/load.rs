@@ -1,4 +1,4 @@
-//! What the exports of a server have done between two answers of its control interface.
+//! Work of the exports of a server between two answers of its control interface.
 //!
 //! Invariant: a counter that is lower than before (another server answers) counts as nothing done.
 
@@ -29,7 +29,7 @@ pub struct Load {
     /// The time that half of the requests stayed within, in seconds, too high by at most a factor of
     /// two; `None` if no request was timed.
     pub p50_seconds: Option<f64>,
-    /// The same for 99 of 100.
+    /// Seconds that 99 of 100 requests stayed within.
     pub p99_seconds: Option<f64>,
     /// Requests in flight now.
     pub in_flight: u64,
@@ -46,7 +46,7 @@ pub struct Load {
 }
 
 impl Load {
-    /// What `now` has done since `before`, `seconds` ago; of a new export everything.
+    /// Work of `now` since `before`, `seconds` ago; of a new export everything.
     #[must_use]
     pub fn between(before: Option<&ExportInfo>, now: &ExportInfo, seconds: f64) -> Self {
         let (old, new) = (before.map(Totals::of).unwrap_or_default(), Totals::of(now));

@@ -26,7 +26,7 @@ use nowait_remote::{Location, RemoteOptions};
 /// The longest read or write in bytes: long enough that the fixed cost of a request is negligible.
 pub const REQUEST_BYTES: u64 = 1 << 20;
 
-/// What to copy, and how.
+/// Source, target and manner of a copy.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The source; only read.

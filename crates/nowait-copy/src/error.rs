@@ -15,7 +15,7 @@ pub enum Error {
     At {
         /// The path or the URI, as it was given.
         place: String,
-        /// What is wrong with it.
+        /// The reason.
         what: String,
     },
     /// The copy was cancelled before it was complete.
@@ -46,7 +46,7 @@ impl Error {
 }
 
 impl Error {
-    /// The same failure, after `place` had been written to, which cannot be undone.
+    /// This failure, after `place` had been written to, which cannot be undone.
     pub(crate) fn amid(self, place: &impl ToString) -> Self {
         Self::WrittenInPart { place: plain(&place.to_string()), why: Box::new(self) }
     }

@@ -1,6 +1,8 @@
 //! Copies a disk to another: files, qcow2 images, block devices, NBD exports and objects of stores on
 //! either side.
 //!
+//! For programs that move whole disks: backups, migrations, installers.
+//!
 //! One thread keeps many requests in flight on both sides and sleeps while none can progress.
 //! Ranges known to read as zeros are neither read nor written. A new file is written under a
 //! temporary name and renamed when it is complete and on storage, so that an interrupted copy never

@@ -241,8 +241,8 @@ fn an_invalid_handshake_is_reported() {
         (greeting(), [export_info(MIB), block_sizes(3, 4096), ack()].concat(), "block sizes"),
         (greeting(), [export_info(MIB), block_sizes(512, 1), ack()].concat(), "block sizes"),
         (greeting(), export_info(MIB).repeat(100), "come to an end"),
-        (greeting(), long, "is no answer"),
-        (greeting(), vec![7; 20], "is no answer"),
+        (greeting(), long, "is not an answer"),
+        (greeting(), vec![7; 20], "is not an answer"),
         (greeting(), vec![], "closed the connection in the handshake"),
     ] {
         let directory = tempfile::tempdir().unwrap();

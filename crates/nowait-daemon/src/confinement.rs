@@ -1,4 +1,4 @@
-//! What a server that serves may still open, as its sandbox is told.
+//! Files and ports that a server that serves may still open, as its sandbox is told.
 //!
 //! Invariant: everything that a running server opens, makes or removes by path is listed here; what a
 //! client or a control request names is listed only if the user has given its directory. What it removes itself is
@@ -24,7 +24,7 @@ use crate::process::owned_paths::OwnedPaths;
 use crate::process::systemd;
 use crate::renewed_files;
 
-/// What the kernel says of devices, of mounts and of this process.
+/// Files by which the kernel tells of devices, of mounts and of this process.
 const KERNEL_FILES: [&str; 6] =
     ["/proc/self", "/proc/swaps", "/sys/block", "/sys/class", "/sys/dev", "/sys/devices"];
 /// Where the certificates of authorities are, in Debian, Fedora and others.
@@ -114,7 +114,7 @@ fn images(config: &ServeConfig, all: &[OpenedDisk], files: &mut FileAccess) {
     }
 }
 
-/// What the connections to `location` need.
+/// Files that the connections to `location` need.
 fn remote(location: &Location, files: &mut FileAccess) {
     match location {
         Location::File(_) => {}
@@ -136,7 +136,7 @@ fn remote(location: &Location, files: &mut FileAccess) {
     }
 }
 
-/// What opening `location` needs beside its connections.
+/// Files that opening `location` needs, its connections aside.
 fn named_later(location: &Location, files: &mut FileAccess) {
     match location {
         Location::Nbd(uri) => {

@@ -40,7 +40,7 @@ impl CliError {
         Self::new(error.to_string())
     }
 
-    /// The same failure with another exit status.
+    /// This failure with another exit status.
     pub fn with_status(self, status: u8) -> Self {
         Self { status, ..self }
     }

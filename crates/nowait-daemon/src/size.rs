@@ -21,7 +21,7 @@ pub fn parse(text: &str) -> Result<u64, String> {
     }
 }
 
-/// As [`parse`], but 0 bytes are allowed, as QEMU allows them for a disk.
+/// Bytes of a text like those of [`parse`], but 0 is allowed, as QEMU allows them for a disk.
 ///
 /// # Errors
 /// As [`parse`].
@@ -59,7 +59,7 @@ pub fn human(bytes: u64) -> String {
     }
 }
 
-/// The same without the exact number, for tables.
+/// A size without the exact number, for tables.
 pub fn short(bytes: u64) -> String {
     const UNITS: [(&str, u32); 6] =
         [("EiB", 60), ("PiB", 50), ("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];

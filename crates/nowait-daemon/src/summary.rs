@@ -1,8 +1,8 @@
-//! What a server has done, at its end (`--verbose`).
+//! Counts of a server, at its end (`--verbose`).
 //!
 //! Invariant: what did not happen is not mentioned.
 
-use nowait::RegisteredMemory;
+use nowait::internal::RegisteredMemory;
 use std::io;
 
 use nowait_server::{ExportStatus, Exports, FrontendKind, FrontendTotals};

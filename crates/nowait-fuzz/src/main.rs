@@ -19,7 +19,7 @@ const CORPUS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus");
 #[derive(Parser)]
 #[command(version)]
 struct Args {
-    /// What is fuzzed; without it, the targets are listed.
+    /// Target of the fuzzing; without it, the targets are listed.
     target: Option<String>,
     /// How long.
     #[arg(long, default_value_t = 60)]

@@ -9,7 +9,7 @@ pub type Check = Box<dyn FnMut(&[u8]) -> Result<(), String>>;
 pub struct Target {
     /// Its name on the command line.
     pub name: &'static str,
-    /// What is fuzzed, in one line.
+    /// The subject of the fuzzing, in one line.
     pub about: &'static str,
     /// Prepares the target.
     ///

@@ -52,7 +52,7 @@ impl Place {
         if plain_name(name).is_some() {
             return Ok(Self::File(name.to_owned()));
         }
-        let text = name.to_str().ok_or("is no file name")?;
+        let text = name.to_str().ok_or("is not a file name")?;
         match text.strip_prefix("nbd:").filter(|rest| !rest.starts_with("//")) {
             Some(rest) => nbd::parse(rest),
             None => Ok(Self::Url(vec![text.to_owned()])),
@@ -127,10 +127,10 @@ impl OpenedBacking {
         match (advised, opening) {
             (None, _) => refused("is neither a file nor a URL that can be opened"),
             (Some(url), Opening::ReadOnly) => refused(&format!(
-                "is no file name, and a URL is opened only by leave (allow it with --backing {url})"
+                "is not a file name, and a URL is opened only by leave (allow it with --backing {url})"
             )),
             (Some(url), _) => refused(&format!(
-                "is no file name, and nothing else is written to (nowait copy --backing {url} \
+                "is not a file name, and nothing else is written to (nowait copy --backing {url} \
                  makes one image of both)"
             )),
         }
@@ -280,8 +280,8 @@ mod tests {
             ),
             (r#"json:{"driver":"nbd","export":"e"}"#, "names no server"),
             (r#"json:{"driver":"nbd","host":"h","path":"/s"}"#, "names two servers"),
-            (r#"json:{"driver":"nbd","host":"h","port":"x"}"#, "'x' is no port"),
-            (r#"json:{"driver":"nbd","host":"h","port":0}"#, "'0' is no port"),
+            (r#"json:{"driver":"nbd","host":"h","port":"x"}"#, "'x' is not a port"),
+            (r#"json:{"driver":"nbd","host":"h","port":0}"#, "'0' is not a port"),
             (r#"json:{"driver":"nbd","host":"h","tls-creds":"t"}"#, "the option 'tls-creds'"),
             (
                 r#"json:{"driver":"nbd","server":{"type":"vsock","cid":"1"}}"#,
@@ -293,7 +293,7 @@ mod tests {
             ),
             ("nbd:", "names no server"),
             ("nbd:h", "names no server"),
-            ("nbd:h:x", "'x' is no port"),
+            ("nbd:h:x", "'x' is not a port"),
             ("nbd:unix:", "names no server"),
             (&deep, "is no JSON object"),
             (r#"json:{"a":{"b":{"c":{"d":{"e":1}}}}}"#, "the option 'a.b.c.d'"),

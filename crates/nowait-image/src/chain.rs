@@ -329,7 +329,7 @@ impl Chain {
         &self.layers[0]
     }
 
-    /// What a user should know about its files.
+    /// Warnings that a user should know about its files.
     #[must_use]
     pub fn warnings(&self) -> &[Warning] {
         &self.warnings

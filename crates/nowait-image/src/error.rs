@@ -24,7 +24,7 @@ impl ImageError {
         Self { path: path.to_owned(), what: what.into(), errno: libc::EINVAL }
     }
 
-    /// The same, with another errno.
+    /// This error with another errno.
     pub(crate) fn with_errno(self, errno: i32) -> Self {
         Self { errno, ..self }
     }
@@ -54,7 +54,7 @@ impl ImageError {
     }
 }
 
-/// The same errno, without the operation and the range: a message about an image says itself what was done.
+/// The errno alone, without the operation and the range: a message about an image says itself what was done.
 pub(crate) fn os_error(error: nowait::Error) -> io::Error {
     io::Error::from_raw_os_error(error.errno())
 }

@@ -28,7 +28,7 @@ impl HandedOver {
         Self(Some(Files { files: Arc::new(Mutex::new(files)), all: true }))
     }
 
-    /// The same for the images below a new one, whose own files are opened and locked as always.
+    /// Locks for the images below a new one, whose own files are opened and locked as always.
     #[must_use]
     pub fn below(files: Vec<OwnedFd>) -> Self {
         Self(Some(Files { files: Arc::new(Mutex::new(files)), all: false }))

@@ -176,7 +176,7 @@ impl Image {
         self.top().format()
     }
 
-    /// What a user should know about the image.
+    /// Warnings that a user should know about the image.
     #[must_use]
     pub fn warnings(&self) -> &[Warning] {
         &self.warnings
@@ -282,7 +282,7 @@ impl Image {
         }
     }
 
-    /// As [`BlockDevice::polling_refusal`].
+    /// Like [`BlockDevice::polling_refusal`].
     ///
     /// # Errors
     /// As [`BlockDevice::polling_refusal`].
@@ -335,7 +335,7 @@ impl Image {
         if self.is_read_only() { Ok(()) } else { BlockingFile::new(self.device()).flush() }
     }
 
-    /// As [`Image::close`], but the image stays open: another process opens it
+    /// Like [`Image::close`], but the image stays open: another process opens it
     /// ([`crate::HandedOver`]), or requests follow if that fails. No request may be in flight.
     ///
     /// # Errors

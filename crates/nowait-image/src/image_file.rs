@@ -63,7 +63,7 @@ pub(crate) enum Opening {
 pub struct ImageFile {
     path: PathBuf,
     storage: Arc<dyn Storage>,
-    /// The same storage, if it is simulated.
+    /// The storage itself, if it is simulated.
     #[cfg(feature = "sim")]
     simulated: Option<Arc<SimStorage>>,
 }
@@ -91,13 +91,13 @@ impl ImageFile {
         Self::open_as(path, path, opening)
     }
 
-    /// As [`ImageFile::open`], for the file at `real`, which is called `path` from then on.
+    /// Like [`ImageFile::open`], for the file at `real`, which is called `path` from then on.
     pub(crate) fn open_as(real: &Path, path: &Path, opening: Opening) -> Result<Self, ImageError> {
         let open = || rustix::fs::open(real, flags(opening), Mode::empty());
         Self::opened(retry_while_claimed(open), path)
     }
 
-    /// As [`ImageFile::open`], but no part of `path` may be a symbolic link. (Before Linux 5.6, which cannot tell,
+    /// Like [`ImageFile::open`], but no part of `path` may be a symbolic link. (Before Linux 5.6, which cannot tell,
     /// only its last one.)
     pub(crate) fn open_without_links(path: &Path, opening: Opening) -> Result<Self, ImageError> {
         let (flags, resolve) = (flags(opening), ResolveFlags::NO_SYMLINKS);
@@ -118,7 +118,7 @@ impl ImageFile {
         )
     }
 
-    /// As [`ImageFile::open`], for the file `name` in `directory`, which is called `path` from then
+    /// Like [`ImageFile::open`], for the file `name` in `directory`, which is called `path` from then
     /// on. A link is not followed.
     pub(crate) fn open_in(
         directory: BorrowedFd<'_>,

@@ -1,5 +1,7 @@
 //! Disk images in the formats of [`formats`], with their chains of backing files, and the operations on them.
 //!
+//! For programs that read or write disk images by themselves: servers, backup tools, converters.
+//!
 //! [`open()`] opens an image as a block device, and [`Chain::open`] its files for the operations on
 //! them: both refuse with one line what is not supported. [`mod@map`] reports the mapping of an image, [`mod@check`] whether its metadata is
 //! consistent; [`mod@create`], [`mod@resize`] and [`mod@commit`] make and change images that no

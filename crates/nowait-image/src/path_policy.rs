@@ -83,11 +83,11 @@ impl PathPolicy {
     }
 
     /// Opens the file with a part of the disk that `image` calls `name`, for reading: under the rules for
-    /// backing files, and with a name that is no path.
+    /// backing files, and with a name that is not a path.
     pub(crate) fn extent_file(&self, image: &Path, name: &OsStr) -> Result<ImageFile, ImageError> {
         if Path::new(name).file_name() != Some(name) || name.as_bytes().contains(&b'/') {
             let what = format!(
-                "its extent '{}' is named by a path, and only a file beside it is opened",
+                "its extent '{}' is named by a path, and only a file in its directory is opened",
                 shown(name)
             );
             return Err(ImageError::refused(image, what));
@@ -109,7 +109,7 @@ impl PathPolicy {
         };
         let (path, real) = find(image, name, what_for)?;
         let (Some(parent), Some(file_name)) = (real.parent(), real.file_name()) else {
-            return refused("is no file".into());
+            return refused("is not a file".into());
         };
         if is_hidden(&path) || is_hidden(&real) {
             return refused(
@@ -159,7 +159,7 @@ impl PathPolicy {
 fn find(image: &Path, name: &OsStr, what: &str) -> Result<(PathBuf, PathBuf), ImageError> {
     let shown = shown(name);
     let Some(plain) = plain_name(name) else {
-        return Err(ImageError::refused(image, format!("its {what} '{shown}' is no file name")));
+        return Err(ImageError::refused(image, format!("its {what} '{shown}' is not a file name")));
     };
     let path = directory_of(image).join(plain);
     let real = path.canonicalize().map_err(|error| {

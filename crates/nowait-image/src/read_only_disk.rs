@@ -21,7 +21,7 @@ use crate::qcow2_disk::{ServeOptions, agree_on_direct, storage_of};
 struct ReadOnlyDisk {
     disk: MappedDisk,
     extents: ExtentCache,
-    /// As [`direct_alignment`].
+    /// Like [`direct_alignment`].
     align: u64,
 }
 

@@ -20,7 +20,7 @@ pub fn file_in(path: &Path) -> PathBuf {
     snapshot_in(path).map_or_else(|| path.to_owned(), |(file, _)| file)
 }
 
-/// As [`snapshot_in`], for a name that is relative to `directory`.
+/// Like [`snapshot_in`], for a name that is relative to `directory`.
 pub(crate) fn split<'a>(name: &'a OsStr, directory: &Path) -> Option<(&'a OsStr, &'a OsStr)> {
     let bytes = name.as_bytes();
     if !bytes.contains(&b'@') || directory.join(name).symlink_metadata().is_ok() {

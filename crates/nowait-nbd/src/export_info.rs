@@ -28,7 +28,7 @@ pub enum Info<'a> {
     Other {
         /// `INFO_*`.
         kind: u16,
-        /// What follows the kind.
+        /// The bytes that follow the kind.
         data: &'a [u8],
     },
 }

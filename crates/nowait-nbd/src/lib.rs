@@ -1,5 +1,7 @@
 //! The NBD protocol as bytes, for servers and clients: no socket, no thread, no I/O.
 //!
+//! For programs that speak NBD with I/O of their own; a whole server is the crate `nowait-server`.
+//!
 //! Servers read request headers and options; clients write them and read replies. [`client`] has the
 //! handshake of a client over any stream that blocks and the parser of replies; with the feature
 //! `transport` also a connection, with TLS. Nothing here decides what a request means.

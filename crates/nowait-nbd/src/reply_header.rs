@@ -44,7 +44,7 @@ impl EncodedHeader {
     /// Bytes of the longest header: a hole with an extended header.
     const MAX_LEN: usize = 44;
 
-    /// No header, for bytes that are no reply.
+    /// No header, for bytes that are not a reply.
     pub const EMPTY: Self = Self { bytes: [0; Self::MAX_LEN], len: 0 };
 
     /// The bytes to send.

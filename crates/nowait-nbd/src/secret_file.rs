@@ -38,7 +38,7 @@ pub fn read(path: &Path, most: u64) -> io::Result<(Vec<u8>, Metadata)> {
         return Err(ErrorKind::IsADirectory.into());
     }
     if !found.is_file() {
-        return refused("it is no regular file");
+        return refused("it is not a regular file");
     }
     if !is_trusted(&found) {
         return refused("it is another user's, who knows what is in it");

@@ -75,7 +75,7 @@ pub fn tls_message(error: &Error, peer: &str) -> String {
         }
         Error::NoCertificatesPresented => format!("{peer} has sent no certificate"),
         Error::AlertReceived(alert) => {
-            format!("{peer} has ended TLS ({})", alert_words(&spaced(alert)))
+            format!("{peer} has closed TLS ({})", alert_words(&spaced(alert)))
         }
         Error::InvalidMessage(_) => format!("what {peer} sends is not TLS"),
         Error::PeerIncompatible(why) => {
@@ -170,12 +170,12 @@ mod tests {
             ),
             (
                 Error::AlertReceived(AlertDescription::UnknownCA),
-                "the client has ended TLS (it does not trust the authority of the certificate \
+                "the client has closed TLS (it does not trust the authority of the certificate \
                  from here)",
             ),
             (
                 Error::AlertReceived(AlertDescription::NoRenegotiation),
-                "the client has ended TLS (no renegotiation)",
+                "the client has closed TLS (no renegotiation)",
             ),
             (
                 Error::PeerIncompatible(PeerIncompatible::NoCipherSuitesInCommon),

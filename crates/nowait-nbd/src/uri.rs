@@ -114,7 +114,7 @@ fn tcp(authority: &str) -> Result<Address, String> {
         },
     };
     let port = match port {
-        Some(text) => text.parse().map_err(|_| format!("'{text}' is no port"))?,
+        Some(text) => text.parse().map_err(|_| format!("'{text}' is not a port"))?,
         None => DEFAULT_PORT,
     };
     let host = String::from_utf8(decoded(host)?).map_err(|_| "the host is not UTF-8".to_owned())?;
@@ -199,7 +199,7 @@ mod tests {
             ("nbd+unix://h/e?socket=/a", "three slashes"),
             ("nbd+unix:///?socket=", "1 to 107 bytes"),
             ("nbd:///e", "host is missing"),
-            ("nbd://h:x/", "'x' is no port"),
+            ("nbd://h:x/", "'x' is not a port"),
             ("nbd://u@h/", "no user"),
             ("nbd://u:secret@h/", "an NBD address has no user and no password"),
             ("nbd://[u:secret@h/", "an NBD address has no user and no password"),

@@ -1,6 +1,8 @@
 //! Storages behind a network, for images anywhere: exports of NBD servers, objects of object stores,
 //! files of web servers, and images of Ceph clusters.
 //!
+//! For programs with an engine of the crate `nowait` that read disks where they are.
+//!
 //! A remote storage makes its transfers on a thread of its own, which has its connection; the threads
 //! of an engine hand requests to it and learn of their ends by a descriptor. No request has a thread.
 //!

@@ -85,7 +85,7 @@ impl Location {
             Some((scheme, _)) if scheme.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'+') => {
                 uri.unwrap_or_default().parse().map(Self::Nbd)
             }
-            _ if text.is_empty() => Err("an empty name is no file".into()),
+            _ if text.is_empty() => Err("an empty name is not a file".into()),
             _ => Ok(Self::File(PathBuf::from(text))),
         }
     }
@@ -96,7 +96,7 @@ impl Location {
             || cfg!(not(feature = "ceph")) && RbdLocation::is_like(text)
     }
 
-    /// As [`Location::parse`], for the name of a backing file as headers have it: QEMU's other forms of
+    /// Like [`Location::parse`], for the name of a backing file as headers have it: QEMU's other forms of
     /// an NBD export (`nbd:HOST:PORT`, `json:{…}`) are its URI.
     ///
     /// # Errors

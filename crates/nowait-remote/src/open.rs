@@ -79,7 +79,7 @@ pub fn open(
     }
 }
 
-/// Opens the storage at `location`, which is no file.
+/// Opens the storage at `location`, which is not a file.
 ///
 /// # Errors
 /// One line that names the location and what is wrong with it.
@@ -90,7 +90,7 @@ pub fn open_storage(
 ) -> Result<Arc<dyn Storage>, ImageError> {
     let name = PathBuf::from(location.to_string());
     let storage: Result<Arc<dyn Storage>, _> = match location {
-        Location::File(_) => Err("it is no URI".into()),
+        Location::File(_) => Err("it is not a URI".into()),
         Location::Nbd(uri) => {
             let RemoteOptions { reconnect, certificates, .. } = remote.clone();
             let nbd = NbdOptions { reconnect, certificates, read_only };

@@ -73,7 +73,7 @@ nowait::counts! {
 pub struct StoreCounters(Mutex<StoreCounts>);
 
 impl StoreCounters {
-    /// Those of the storage at `url`, which are listed as long as they are used.
+    /// Counters of the storage at `url`, which are listed as long as they are used.
     #[cfg(any(test, feature = "object-stores"))]
     pub(crate) fn listed(url: String) -> Arc<Self> {
         OPEN.add(url)

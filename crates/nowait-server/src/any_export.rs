@@ -48,28 +48,28 @@ impl AnyExport {
         })
     }
 
-    /// The same, and it is a vhost-user-blk device for the virtual machines that connect to
+    /// An export that is also a vhost-user-blk device for the virtual machines that connect to
     /// `listener`, a Unix socket: for one after the other.
     #[must_use]
     pub fn at_vhost_user(self, listener: Listener) -> Self {
         self.with(NewDevice::VhostUser(DeviceSocket::Listener(listener)))
     }
 
-    /// The same for the only virtual machine at the other end of `connection`. A server that clients
+    /// An export for the only virtual machine at the other end of `connection`. A server that clients
     /// can reach by nothing else stops when the machine has left.
     #[must_use]
     pub fn at_vhost_user_connection(self, connection: UnixStream) -> Self {
         self.with(NewDevice::VhostUser(DeviceSocket::Connected(connection)))
     }
 
-    /// As [`AnyExport::at_vhost_user`], for the virtual machines whose VMMs listen at the Unix socket `path`, one after the other: it is
+    /// Like [`AnyExport::at_vhost_user`], for the virtual machines whose VMMs listen at the Unix socket `path`, one after the other: it is
     /// connected to, every second until it is there, and again when the VMM has left.
     #[must_use]
     pub fn at_listening_vmm(self, path: PathBuf) -> Self {
         self.with(NewDevice::VhostUser(DeviceSocket::ConnectsTo(path)))
     }
 
-    /// The same with a dirty bitmap, in which all changes are from the first on.
+    /// An export with a dirty bitmap, in which all changes are from the first on.
     ///
     /// # Errors
     /// As [`crate::Exports::add_bitmap`].

@@ -21,10 +21,10 @@ use crate::locking::lock;
 const GUARANTEED_BYTES: u64 = 64 << 10;
 /// This fraction of the memory is divided into the guarantees.
 const GUARANTEED_SHARE: u64 = 4;
-/// What a connection alone on its thread may hold at most, in bytes, unless it is a single request.
+/// The most bytes that a connection alone on its thread may hold, unless it is a single request.
 /// Beyond it: its socket is not read.
 const MAX_BYTES: u64 = 32 << 20;
-/// The same beside other connections of the thread, whose requests wait for it at the device:
+/// The most bytes of a connection among others of the thread, whose requests wait for it at the device:
 /// enough to keep a fast device busy.
 /// Beyond it: its socket is not read.
 const MAX_BYTES_SHARED: u64 = 8 << 20;
@@ -60,9 +60,9 @@ pub(crate) struct BufferBudget {
     all_declared: DeclaredUse,
     /// Connections that share the memory: on the server, and on this thread.
     connections: (u32, usize),
-    /// What each connection may hold, however much the others do.
+    /// Bytes that each connection may hold, however much the others do.
     guaranteed: u64,
-    /// What each connection may hold at most, unless it is a single request.
+    /// The most bytes that each connection may hold, unless it is a single request.
     max: u64,
 }
 

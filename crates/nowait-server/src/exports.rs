@@ -36,7 +36,7 @@ const ANSWER_INTERVAL: Duration = Duration::from_millis(5);
 /// How long the clients of an export that is removed by force may take before they are looked for again.
 const DISCONNECT_AGAIN: Duration = Duration::from_millis(50);
 
-/// What is known of an export at a moment.
+/// The state of an export at a moment.
 #[derive(Clone, Debug)]
 pub struct ExportStatus {
     /// Its number; never used again by this server.
@@ -53,14 +53,14 @@ pub struct ExportStatus {
     pub members: usize,
     /// Requests in flight, as of a moment ago.
     pub in_flight: usize,
-    /// What each frontend has done since the export was added.
+    /// Counts of each frontend since the export was added.
     pub totals: Vec<(FrontendKind, FrontendTotals)>,
     /// How the engines have served the requests: the names and counts of [`nowait::Stats`], and the
     /// bytes that were allocated ahead of writes.
     pub mechanisms: Vec<(&'static str, u64)>,
-    /// What it may do.
+    /// Limits of the export.
     pub limits: Limits,
-    /// What each of its clients may do.
+    /// Limits of each of its clients.
     pub client_limits: Limits,
     /// Its share of a thread beside other exports, 1 to 10000.
     pub weight: u32,
@@ -123,7 +123,7 @@ impl Exports {
         exports.iter().map(|export| (export.id, export.export().name().to_owned())).collect()
     }
 
-    /// What is known of the exports that clients can choose. Waits for some milliseconds, in which the
+    /// The states of the exports that clients can choose. Waits for some milliseconds, in which the
     /// threads publish what they have counted.
     #[must_use]
     pub fn status(&self) -> Vec<ExportStatus> {
@@ -222,7 +222,7 @@ impl Exports {
         self.0.registry.wait_removed(export, timeout)
     }
 
-    /// The same, but refuses it if there are clients.
+    /// Removes an export, but refuses it if there are clients.
     ///
     /// # Errors
     /// As [`Exports::remove`]. [`ExportError::HasClients`]: nothing has changed.

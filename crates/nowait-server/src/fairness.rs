@@ -22,7 +22,7 @@ pub(crate) fn quantum_among(connections: usize) -> u64 {
     if connections > 1 { QUANTUM_SHARED_BYTES } else { QUANTUM_ALONE_BYTES }
 }
 
-/// What a connection may still move in this service.
+/// Bytes that a connection may still move in this service.
 pub(crate) struct Quantum {
     /// Bytes that may still be sent.
     pub(crate) send: u64,
@@ -35,7 +35,7 @@ pub(crate) struct Quantum {
     /// Bytes moved in earlier services: half of the last one's, a quarter of the one before, and so
     /// on.
     recent_bytes: u64,
-    /// What the limits allow in this service, and what was taken.
+    /// Tokens that the limits allow in this service, and what was taken.
     allowed: Tokens,
     taken: Tokens,
 }

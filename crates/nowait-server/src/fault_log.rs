@@ -29,7 +29,7 @@ impl fmt::Display for ExportLabel {
     }
 }
 
-/// What is logged, once in a while each.
+/// Faults that are logged, once in a while each.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Cause {
     /// An operation fails with an errno.

@@ -49,7 +49,7 @@ pub(crate) trait Frontend<Q: IoQueue> {
     /// how many.
     fn service(&mut self, context: &mut LoopContext<Q>, member: usize) -> u64;
 
-    /// The same for a member that is held up by limits: only its answers leave.
+    /// A turn of a member that is held up by limits: only its answers leave.
     fn send_answers(&mut self, _: &mut LoopContext<Q>, _member: usize) -> u64 {
         0
     }

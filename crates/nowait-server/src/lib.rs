@@ -1,5 +1,7 @@
 //! An NBD server for disk images; each image is an [`Export`].
 //!
+//! For programs that serve disks within their own process; a process that is a server is `nowait-daemon`.
+//!
 //! A frontend only translates: a wire request becomes a request of the engine, and a completion
 //! becomes a wire reply. The checks of what a request may do are in one place, [`Export`]. The
 //! modules are listed in dependency order: each uses only those above it.

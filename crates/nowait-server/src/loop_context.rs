@@ -133,7 +133,7 @@ impl<Q: IoQueue> LoopContext<Q> {
         }
     }
 
-    /// As [`ConnectionLimit::close_count`].
+    /// Like [`ConnectionLimit::close_count`].
     pub(crate) fn close_count(&self) -> u64 {
         self.limit.close_count()
     }
@@ -232,7 +232,7 @@ impl<Q: IoQueue> LoopContext<Q> {
         self.end_request(served, submitted)
     }
 
-    /// As [`LoopContext::submit`], a read or write `io` of `buf`. The path of a simple read is compiled into
+    /// Like [`LoopContext::submit`], a read or write `io` of `buf`. The path of a simple read is compiled into
     /// the caller.
     #[inline(always)]
     pub(crate) fn submit_buffer(
@@ -276,7 +276,7 @@ impl<Q: IoQueue> LoopContext<Q> {
         self.engine.buffer(&member.served()?.device, range)
     }
 
-    /// As [`DeviceHandle::buffer_offset`].
+    /// Like [`DeviceHandle::buffer_offset`].
     #[inline]
     pub(crate) fn buffer_offset(&self, member: &Member, pos: u64) -> usize {
         member.served().map_or(0, |served| served.device.buffer_offset(pos))

@@ -20,7 +20,7 @@ pub(crate) const NO_EXPORT: u32 = u32::MAX;
 pub(crate) struct Member {
     /// It is in the run queues.
     pub(crate) scheduled: bool,
-    /// What it may move in this service.
+    /// Bytes that it may move in this service.
     pub(crate) quantum: Quantum,
     /// Bytes of the buffer budget that it holds.
     pub(crate) budget_used: u64,

@@ -129,7 +129,7 @@ impl SharedLimits {
         self.changes.fetch_add(1, Ordering::Release);
     }
 
-    /// The same for those of each client.
+    /// Limits of each client.
     pub(crate) fn set_of_clients(&self, limits: Limits) {
         let mut current = lock(&self.current);
         let number = self.changes.fetch_add(1, Ordering::Release) + 1;
@@ -167,7 +167,7 @@ pub(crate) struct Tokens {
 }
 
 impl Tokens {
-    /// As many as there can be.
+    /// Tokens without a limit.
     pub(crate) const ALL: Self = Self { requests: u64::MAX, bytes: u64::MAX };
     pub(crate) const NONE: Self = Self { requests: 0, bytes: 0 };
 
@@ -222,7 +222,7 @@ impl Limiter {
         buckets.filter_map(|bucket| lock(bucket).wait_time(now)).max()
     }
 
-    /// What the buckets have, as of the last [`Limiter::wait_time`]: [`Tokens::ALL`] without a limit.
+    /// Tokens in the buckets as of the last [`Limiter::wait_time`]: [`Tokens::ALL`] without a limit.
     pub(crate) fn tokens(&self) -> Tokens {
         let of = |bucket: &Option<Mutex<Bucket>>| {
             bucket.as_ref().map_or(u64::MAX, |bucket| lock(bucket).tokens())

@@ -1,4 +1,4 @@
-//! What a server has done: requests, bytes and errors of each export, by frontend and operation.
+//! Counters of a server: requests, bytes and errors of each export, by frontend and operation.
 //!
 //! Invariant: counting costs a thread no atomic read-modify-write: each counter has one writer. A
 //! counter never goes back while its export is served, whichever threads have come and gone.
@@ -37,7 +37,7 @@ pub struct OpTotals {
     pub device_latencies: Latencies,
 }
 
-/// What one frontend of an export has done since the export was added.
+/// Counts of one frontend of an export since the export was added.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FrontendTotals {
     /// In the order of [`FrontendTotals::ops`].

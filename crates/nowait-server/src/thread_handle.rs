@@ -102,7 +102,7 @@ impl ThreadHandle {
         self.in_flight.store(count, Ordering::Release);
     }
 
-    /// As published last.
+    /// The count that was published last.
     pub(crate) fn in_flight(&self) -> usize {
         self.in_flight.load(Ordering::Acquire)
     }

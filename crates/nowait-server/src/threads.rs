@@ -11,7 +11,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 
-use nowait::{Budget, Error, Operation, Uring, WorkerPool};
+use nowait::internal::Budget;
+use nowait::{Error, Operation, Uring, WorkerPool};
 
 use crate::any_export::AnyExport;
 use crate::buffer_budget::DeclaredUse;

@@ -20,7 +20,7 @@ const POSITION: u64 = 0x00ff_ffff_ffff_fe00;
 /// Bytes of a refcount; new images have this size only.
 const COUNT_BYTES: u64 = 2;
 
-/// What was done to an image.
+/// Damage that was done to an image.
 #[derive(Clone, Debug, Default)]
 pub struct Damage {
     /// Changes of the disk may fail.

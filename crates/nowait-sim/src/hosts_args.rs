@@ -27,7 +27,7 @@ pub(crate) struct HostsArgs {
     /// The time over which the starts of hosts are spread.
     #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = positive_or_zero)]
     window: f64,
-    /// What to compare: download, no-cache, cache, prefetch, warm-cache, rack-cache, rack-prefetch
+    /// Ways to compare: download, no-cache, cache, prefetch, warm-cache, rack-cache, rack-prefetch
     /// [default: all of them].
     #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = plan)]
     plan: Vec<Plan>,

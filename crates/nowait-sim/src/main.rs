@@ -35,14 +35,14 @@ struct Args {
     /// Steps of each seed.
     #[arg(long, default_value_t = 10_000)]
     steps: u64,
-    /// What is asked: engine, server, vhost-user, ublk, remote (the storage of an export, with a server
+    /// Kind of the simulation: engine, server, vhost-user, ublk, remote (the storage of an export, with a server
     /// that dies behind a network), or all of them: one seed in four is a server's, one in eight a
     /// virtual machine's, one in eight a block device's, one in eight a remote storage's. With `log`, an
     /// append log whose processes are killed and lose their power, which `all` leaves out. With `hosts`,
     /// many hosts boot from one image in a store, in virtual time.
     #[arg(long, default_value = "all")]
     mode: String,
-    /// Passes over seeds whose disk is no qcow2 image.
+    /// Passes over seeds whose disk is not a qcow2 image.
     #[arg(long)]
     images: bool,
     /// How long seed after seed is run; without it and --runs, one seed.

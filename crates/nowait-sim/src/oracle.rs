@@ -128,7 +128,7 @@ impl Oracle {
         self.doubt_flush(flight);
     }
 
-    /// As `check`, for an answer of a server that has died since: a failed flush does not latch the
+    /// Like `check`, for an answer of a server that has died since: a failed flush does not latch the
     /// device that was opened after it (C51).
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! What the oracle knows of an export that an operator makes read-only and writable again.
+//! Knowledge of the oracle about an export that an operator makes read-only and writable again.
 //!
 //! Invariant: a change that was sent while the export was read-only, and answered while it still was, is
 //! refused; one that never met the protection is not.

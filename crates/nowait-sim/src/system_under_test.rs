@@ -137,7 +137,7 @@ pub trait SystemUnderTest: Sized {
     /// Discards the answers to all requests in flight, and returns these requests.
     fn forget(&mut self) -> Vec<InFlight>;
 
-    /// As [`SystemUnderTest::settle`], but all answers are discarded.
+    /// Like [`SystemUnderTest::settle`], but all answers are discarded.
     ///
     /// # Errors
     /// An error of the device.

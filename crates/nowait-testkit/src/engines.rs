@@ -45,7 +45,7 @@ impl TestQueueKind {
         }
     }
 
-    /// As `try_queue`; `None` where the system does not have it.
+    /// Like `try_queue`; `None` where the system does not have it.
     pub fn queue(self, slots: u32) -> Option<TestQueue> {
         let what = match self {
             Self::Uring => "io_uring",

@@ -1,4 +1,4 @@
-//! What the tests of all crates share. A dev-dependency only, and not published.
+//! Tools that the tests of all crates share. A dev-dependency only, and not published.
 //!
 //! Invariant: the NBD client here checks servers and shares no code with them. A wait is bounded by
 //! [`wait::BOUND`], and a test that cannot run says so by [`requirements::skip`].

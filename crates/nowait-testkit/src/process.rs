@@ -41,7 +41,7 @@ fn end_with(test: Pid) -> io::Result<()> {
     if getppid() == Some(test) { Ok(()) } else { Err(io::ErrorKind::BrokenPipe.into()) }
 }
 
-/// A process that kills others, which are no children of the test program, when that has ended. It is told their numbers by
+/// A process that kills others, which are not children of the test program, when that has ended. It is told their numbers by
 /// its standard input, ignores the signals of a terminal, and looks whether a number is still a server's.
 const GUARD: &str = "trap '' INT TERM HUP QUIT; while read -r pid; do all=\"$all $pid\"; done
 for pid in $all; do tr '\\0' ' ' <\"/proc/$pid/cmdline\" | grep -q nowait && kill -9 $pid; done";

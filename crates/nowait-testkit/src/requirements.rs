@@ -1,4 +1,4 @@
-//! What a test needs of this system: without it the test is skipped, or fails where all is required.
+//! Needs of a test of this system: without it the test is skipped, or fails where all is required.
 //!
 //! Invariant: a test that does not run prints a line that begins with `skipped: `.
 
@@ -64,14 +64,14 @@ pub fn require_qemu() -> bool {
     require_tool("qemu-img") && require_tool("qemu-io")
 }
 
-/// As [`require_tool`], for a Python interpreter with libnbd.
+/// Like [`require_tool`], for a Python interpreter with libnbd.
 pub fn python_with_nbd() -> bool {
     let there = Path::new(PYTHON).is_file()
         && output(Command::new(PYTHON).args(["-c", "import nbd"])).status.success();
     there || skip("no python3-libnbd")
 }
 
-/// As [`require_tool`], for /dev/fuse.
+/// Like [`require_tool`], for /dev/fuse.
 pub fn require_fuse() -> bool {
     let opened = File::options().read(true).write(true).open("/dev/fuse");
     opened.map_or_else(|error| skip(&format!("/dev/fuse cannot be opened: {error}")), |_| true)

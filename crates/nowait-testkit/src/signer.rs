@@ -43,7 +43,7 @@ pub enum Signer {
 pub(crate) type Refusal = (u16, &'static str, String);
 
 impl Signer {
-    /// What is answered to a request that is not signed as it has to be.
+    /// The answer to a request that is not signed as it has to be.
     pub(crate) fn refusal(&self, request: &Request) -> Option<Refusal> {
         match self {
             Self::Aws { key, secret, region } => {

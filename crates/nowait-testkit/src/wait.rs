@@ -61,7 +61,7 @@ pub fn wait_for_exit(child: &mut Child) -> ExitStatus {
     }
 }
 
-/// As [`wait_for_exit`]; returns what the child has written to its pipes, which must fit them.
+/// Like [`wait_for_exit`]; returns what the child has written to its pipes, which must fit them.
 pub fn output_of(mut child: Child) -> Output {
     wait_for_exit(&mut child);
     child.wait_with_output().expect("the output of a child that has ended")

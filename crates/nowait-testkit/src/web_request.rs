@@ -10,7 +10,7 @@ const BODY_BYTES: usize = 64 << 20;
 /// A request.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// As `GET`.
+    /// Like `GET`.
     pub method: String,
     /// With its query.
     pub path: String,

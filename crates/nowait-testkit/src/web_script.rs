@@ -110,7 +110,7 @@ pub struct Script {
     pub max_streams: Option<u32>,
     /// How other versions are refused then.
     pub http1_refusal: Http1Refusal,
-    /// As `max_streams` says.
+    /// Like `max_streams` says.
     pub most_streams: usize,
     /// Connections of HTTP/2.
     pub http2_connections: usize,

@@ -31,7 +31,7 @@ impl WebServer {
         Self::start_at("127.0.0.1:0", object, path)
     }
 
-    /// As [`WebServer::start`], at the address and port `address` of the loopback interface.
+    /// Like [`WebServer::start`], at the address and port `address` of the loopback interface.
     ///
     /// # Panics
     /// It is in use.
@@ -92,7 +92,7 @@ fn encrypted(stream: TcpStream, script: &Mutex<Script>) -> Option<Box<dyn ReadWr
     Some(Box::new(rustls::StreamOwned::new(session, stream)))
 }
 
-/// What a connection is read from and written to.
+/// The stream of a connection.
 trait ReadWrite: Read + Write {}
 impl<S: Read + Write> ReadWrite for S {}
 

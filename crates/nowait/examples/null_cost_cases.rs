@@ -28,7 +28,7 @@ fn on_file(case: Case, requests: u64) -> Result<u64, Failure> {
     run::<_, LOADED>(disk, case.op, case.simple, requests)
 }
 
-/// What is counted.
+/// Counted cases.
 #[derive(Clone, Copy)]
 struct Case {
     simple: bool,

@@ -1,4 +1,4 @@
-//! As `null_cost`, with one request for each poll: what a caller pays that waits for each request.
+//! Like `null_cost`, with one request for each poll: what a caller pays that waits for each request.
 
 #[path = "null_cost/reads.rs"]
 mod reads;

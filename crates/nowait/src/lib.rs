@@ -1,6 +1,9 @@
 //! A user-space direct-I/O engine for Linux: requests of any position and length on a file, an
 //! image or a block device, without locks or allocation on the request path.
 //!
+//! For programs that move data past the page cache: databases, storage servers, emulators, backups. The files that a
+//! program reads once are better read with the standard library.
+//!
 //! # Four APIs
 //!
 //! * [`BlockingFile`]: each call waits for its request.
@@ -120,14 +123,13 @@ pub use log::log_directory::LogDirectory;
 pub use log::log_options::LogOptions;
 pub use log::log_position::LogPosition;
 pub use log::log_records::{LogRecord, LogRecords};
-pub use memory::buffer_pool::{Budget, PooledBuffer};
+pub use memory::buffer_pool::PooledBuffer;
 pub use memory::io_arena::IoArena;
 pub use memory::io_buffer::IoBuffer;
 pub use queue::auto::{AnyQueue, QueueKind};
 pub use queue::pending_transfer::{AsyncTransfers, PendingTransfer};
 pub use queue::{
-    AioThreadQueue, EventSource, Interest, IoQueue, Null, QueueFile, QueueFull, RegisteredMemory,
-    Uring,
+    AioThreadQueue, EventSource, Interest, IoQueue, Null, QueueFile, QueueFull, Uring,
 };
 pub use storage::durable_names::{durable_rename, sync_directory};
 pub use storage::file::FileStorage;
@@ -155,7 +157,8 @@ pub mod internal {
     pub use crate::block::ahead_map::AheadMap;
     pub use crate::block::flush_coalescer::FlushCoalescer;
     pub use crate::engine::pool::SlotPoolStats;
-    pub use crate::memory::buffer_pool::BUFFER_ALIGN;
+    pub use crate::memory::buffer_pool::{BUFFER_ALIGN, Budget};
+    pub use crate::queue::RegisteredMemory;
     pub use crate::sim_hooks::yield_point::{is_simulated, yield_now};
     pub use crate::storage::StorageSpace;
     pub use crate::storage::device_claim::retry_while_claimed;

@@ -10,9 +10,10 @@ use nowait_testkit::{WaitForRequests, required, say_skipped, skip, wait_for};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 
+use nowait::internal::RegisteredMemory;
 use nowait::{
-    BlockDevice, ByteRange, Config, Error, Flags, LinearMap, Op, OpenOptions, RegisteredMemory,
-    Request, SingleDisk, Uring, WorkerPool,
+    BlockDevice, ByteRange, Config, Error, Flags, LinearMap, Op, OpenOptions, Request, SingleDisk,
+    Uring, WorkerPool,
 };
 
 const BLOCK_BYTES: u64 = 4096;

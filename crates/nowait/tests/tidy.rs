@@ -14,13 +14,13 @@ const MAX_FUNCTION_LINES: usize = 70;
 const SHARED_NAMES: [&str; 5] = ["lib.rs", "main.rs", "mod.rs", "error.rs", "tests.rs"];
 /// A crate that is tests throughout.
 const TESTS_ONLY: &str = "crates/nowait-testkit/";
-/// What ends the process when it goes wrong; outside tests nothing may be answered that way.
+/// Calls that end the process when they go wrong; outside tests nothing may be answered that way.
 const PANICS: [&str; 6] =
     [".unwrap()", ".expect(", "panic!", "todo!", "unimplemented!", "unreachable!"];
 /// Subjects that say nothing: a comment names the thread, the request or the client.
 const VAGUE: [&str; 8] =
     ["whoever", "somebody", "nobody", "anybody", "everybody", "someone", "anyone", "everyone"];
-/// What is true of one machine only: places on it, and where it gets its crates from. In two
+/// Words that are true of one machine only: places on it, and where it gets its crates from. In two
 /// parts each, so that this file does not mention them.
 const LOCAL: [(&str, &str); 7] = [
     ("/wo", "rk"),
@@ -39,7 +39,7 @@ fn the_tree_keeps_the_house_rules() {
     let files = files_below(&workspace);
     let name = |path: &Path| path.strip_prefix(&workspace).unwrap().to_string_lossy().into_owned();
     for path in &files {
-        // What is no text mentions nothing.
+        // A file that is not text mentions nothing.
         let text = fs::read_to_string(path).unwrap_or_default();
         check_local_names(&text, &name(path), &mut found);
         if path.extension().is_some_and(|end| end == "rs") {
@@ -230,7 +230,7 @@ fn end_of_braces(code: &str, open: usize) -> usize {
     code.len()
 }
 
-/// What holds for each file by itself.
+/// Rules for each file by itself.
 fn check_file(source: &Source, name: &str, found: &mut Vec<String>) {
     let Source { text, code, .. } = source;
     if !text.starts_with("//!") {

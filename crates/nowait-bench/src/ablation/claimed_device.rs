@@ -29,7 +29,7 @@ impl ClaimedDevice {
     /// Opens `path`; with `overwrite` for writing, and for this program alone.
     ///
     /// # Errors
-    /// [`Error::File`]: it is no block device, too small, in use, or this user may not open it.
+    /// [`Error::File`]: it is not a block device, too small, in use, or this user may not open it.
     pub(crate) fn open(path: &Path, overwrite: bool) -> Result<ClaimedDevice, Error> {
         let opened = Self::check(path, overwrite);
         opened.map_err(|problem| Error::File { path: path.to_owned(), problem })

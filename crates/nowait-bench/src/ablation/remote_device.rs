@@ -33,7 +33,7 @@ pub(crate) struct RemoteDevice {
 }
 
 impl RemoteDevice {
-    /// Opens the image at `location`, which is no file; with `overwrite` for writing.
+    /// Opens the image at `location`, which is not a file; with `overwrite` for writing.
     ///
     /// # Errors
     /// [`Error::File`]: it is not there, too small, in use by another client, or only read.

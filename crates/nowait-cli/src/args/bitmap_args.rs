@@ -12,7 +12,7 @@ pub(crate) struct ServeBitmapArgs {
     ///
     /// EXPORT is the name of one of several IMAGEs; the first without it. A NAME with an equals sign in it
     /// needs EXPORT, which may be empty. A bit stands for 64 KiB; 'nowait export bitmap add' has other sizes.
-    /// The bitmap is lost when the server ends, unless the image has a stored one of this name, which is taken then.
+    /// The bitmap is lost when the server exits, unless the image has a stored one of this name, which is taken then.
     /// docs/backup.md says what it is for.
     #[arg(long = "bitmap", value_name = "[EXPORT=]NAME")]
     pub(crate) bitmaps: Vec<StartBitmap>,

@@ -33,12 +33,12 @@ pub(crate) struct CreateArgs {
     #[arg(value_parser = size::parse_with_zero, required_unless_present = "backing")]
     pub(crate) size: Option<u64>,
 
-    /// What IMAGE is to be: raw (the disk's bytes and nothing else) or qcow2; without it qcow2 for a
+    /// Format of IMAGE: raw (the disk's bytes and nothing else) or qcow2; without it qcow2 for a
     /// name that ends in .qcow2 or .qcow, else raw
     #[arg(short, long, value_name = "FORMAT", value_parser = parse_new_format)]
     format: Option<nowait_image::Format>,
 
-    /// What is read where IMAGE has nothing of its own (qcow2 only)
+    /// Backing file, read where IMAGE has nothing of its own (qcow2 only)
     ///
     /// FILE stands in IMAGE as it is given here: a relative path is relative to IMAGE's directory,
     /// not to the current one. It must not change as long as IMAGE stands on it. A URL of an object
@@ -54,7 +54,7 @@ pub(crate) struct CreateArgs {
     #[arg(requires = "backing")]
     pub(crate) backing_format: Option<nowait_image::Format>,
 
-    /// A directory that backing files may be in, beside IMAGE's own; can be given more than once
+    /// A directory that backing files may be in, in addition to IMAGE's own; can be given more than once
     ///
     /// In it, not below it. Without it the backing file must be in IMAGE's own directory, and no
     /// name that begins with a dot.
@@ -86,7 +86,7 @@ pub(crate) struct CreateArgs {
     #[arg(long)]
     pub(crate) extended_l2: bool,
 
-    /// What is reserved from the beginning
+    /// Space that is reserved from the beginning
     #[arg(long, value_name = "WHAT", value_enum, default_value_t = Preallocate::Off)]
     pub(crate) preallocation: Preallocate,
 
@@ -196,7 +196,7 @@ pub(crate) struct CommitArgs {
     #[command(flatten)]
     pub(crate) image: ImageArgs,
 
-    /// What is inside the backing file; the image says so itself, so this is needed only for raw
+    /// Format of the backing file; the image says so itself, so this is needed only for raw
     ///
     /// A raw backing file that would begin like another format after the commit is refused without
     /// this: its next user would take it for that. With "raw" it is marked as raw (the extended

@@ -5,7 +5,7 @@ use clap::CommandFactory;
 use super::*;
 use nowait_daemon::config::{ServeConfig, config_file};
 
-/// Options that are no keys: they are about the file, or do nothing.
+/// Options that are not keys: they are about the file, or do nothing.
 const NO_KEYS: [&str; 5] = ["help", "config", "print-config", "persistent", "allocation-depth"];
 /// Options that are another spelling of one with a key.
 const SPELLINGS: [(&str, &str); 3] = [("socket", "nbd"), ("port", "nbd"), ("bind", "nbd")];

@@ -185,7 +185,7 @@ impl LimitArgs {
     }
 }
 
-/// What to do with exports.
+/// Commands for exports.
 #[derive(Debug, Subcommand)]
 pub(crate) enum ExportAction {
     /// Show the exports
@@ -193,7 +193,7 @@ pub(crate) enum ExportAction {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Open an image and serve it beside the others
+    /// Open an image and serve it, too
     Add {
         /// The name by which clients choose it
         #[arg(value_parser = export_spec::parse_name)]
@@ -319,7 +319,7 @@ pub(crate) enum ExportAction {
 /// A dirty bitmap has a bit for each piece of a disk, which is set when a client changes something in
 /// it. NBD clients read it as the context qemu:dirty-bitmap:NAME. It stays when the disk is resized, when
 /// a snapshot is taken and when another program takes over by 'nowait upgrade'. In a qcow2 image it is
-/// stored, and there again at the next start; of other images it is lost when the server ends.
+/// stored, and there again at the next start; of other images it is lost when the server exits.
 /// docs/backup.md has examples.
 #[derive(Debug, Args)]
 pub(crate) struct BitmapCommand {

@@ -53,7 +53,7 @@ const CONNECTIONS: u16 = 4;
 #[derive(Debug, Args)]
 #[command(after_help = COPY_AFTER_HELP)]
 pub(crate) struct CopyArgs {
-    /// What to copy; it is only read
+    /// Source of the copy; it is only read
     #[arg(value_hint = clap::ValueHint::FilePath)]
     #[arg(value_parser = OsStringValueParser::new().try_map(|text| Location::parse(&text)))]
     pub(crate) from: Location,
@@ -110,7 +110,7 @@ pub(crate) struct CopyArgs {
     #[command(flatten)]
     pub(crate) auth: AuthArgs,
 
-    /// What TO is to be: raw or qcow2; without it qcow2 for a file whose name ends in .qcow2 or .qcow,
+    /// Format of TO: raw or qcow2; without it qcow2 for a file whose name ends in .qcow2 or .qcow,
     /// else raw
     ///
     /// A raw file that would begin like an image or a packed file is refused without this: its next

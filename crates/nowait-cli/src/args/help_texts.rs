@@ -1,4 +1,4 @@
-//! What `--help` prints after the options of `nowait` and `nowait serve`.
+//! Texts that `--help` prints after the options of `nowait` and `nowait serve`.
 //!
 //! Invariant: each text ends with the exit statuses.
 
@@ -78,7 +78,7 @@ Options of qemu-nbd:
 Exit status:
   0   stopped by a signal, by its last client or with its parent, everything flushed
   1   the address is taken, TLS is not possible with the files given, there is no sandbox
-      for --sandbox on, or storage has failed; or a second signal ended it unflushed
+      for --sandbox on, or storage has failed; or a second signal terminated it unflushed
   2   wrong command line, or the file of --config cannot be read or has a mistake
   66  an IMAGE cannot be opened or is in use
   70  a mistake of this program: one line says where";

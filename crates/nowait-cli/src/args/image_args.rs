@@ -42,7 +42,7 @@ pub(crate) struct ImageArgs {
 /// The files that an image may name beside itself.
 #[derive(Debug, Args)]
 pub(crate) struct OtherFiles {
-    /// A directory that backing files may be in, beside the image's own; can be given more than once
+    /// A directory that backing files may be in, in addition to the image's own; can be given more than once
     ///
     /// A qcow2 image names the file that it stands on. That file is opened, for reading, if it is in
     /// the image's own directory or in a DIR: in it, not below it. A name that begins with a dot is

@@ -50,5 +50,5 @@ JSON keys (null where not known):
 
 Exit status:
   0   success
-  1   IMAGE cannot be opened or is no disk
+  1   IMAGE cannot be opened or is not a disk
   2   wrong command line";

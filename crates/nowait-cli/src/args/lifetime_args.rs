@@ -12,20 +12,20 @@ use nowait_daemon::config::ServeConfig;
 pub(crate) struct LifetimeArgs {
     /// End, as by SIGTERM, when the last client disconnects
     ///
-    /// A connection that has not chosen an export is no client: one that only looks at what there
+    /// A connection that has not chosen an export is not a client: one that only looks at what there
     /// is does not end the server, and without any client it waits for one.
     #[arg(long)]
     pub(crate) exit_with_last_client: bool,
 
-    /// End, as by SIGTERM, when the process that started this one ends
+    /// Exit, as by SIGTERM, when the process that started this one exits
     ///
     /// Linux means the thread that started it: prctl(2), PR_SET_PDEATHSIG.
     #[arg(long)]
     pub(crate) exit_with_parent: bool,
 
-    /// Go to the background when clients can connect: this process ends then, with status 0
+    /// Go to the background when clients can connect: this process exits then, with status 0
     ///
-    /// If the server cannot start, this process ends with its status, after its error line. In the
+    /// If the server cannot start, this process exits with its status, after its error line. In the
     /// background the server has no terminal, and /dev/null for standard input, output and error: see
     /// --log-file. The directory that it is in stays the same.
     #[arg(long)]
@@ -45,7 +45,7 @@ pub(crate) struct LifetimeArgs {
     #[arg(long, value_name = "PATH", value_hint = clap::ValueHint::FilePath)]
     pub(crate) log_file: Option<PathBuf>,
 
-    /// What a server does anyway, for qemu-nbd's sake: it goes on when clients have left
+    /// For qemu-nbd's sake; a server goes on in any case when clients have left
     #[arg(short = 't', long, hide = true, conflicts_with = "exit_with_last_client")]
     persistent: bool,
 }

@@ -5,7 +5,7 @@ use clap::Args;
 use nowait_daemon::config::ServeConfig;
 use nowait_daemon::config::choices::Threshold;
 
-/// What is reported.
+/// Options of messages.
 #[derive(Clone, Copy, Debug, Args)]
 #[command(next_help_heading = "Messages")]
 pub(crate) struct MessageArgs {

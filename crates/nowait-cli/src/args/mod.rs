@@ -13,6 +13,7 @@ pub(crate) mod copy_args;
 pub(crate) mod change_args;
 mod switch;
 mod address_args;
+pub(crate) mod bench_args;
 pub(crate) mod control_args;
 mod lifetime_args;
 mod message_args;
@@ -26,7 +27,7 @@ pub(crate) mod serve_args;
 
 use clap::{Parser, Subcommand};
 
-use crate::bench_args::BenchArgs;
+use bench_args::BenchArgs;
 use change_args::{CommitArgs, CreateArgs, ResizeArgs};
 use control_args::{ConnectionsArgs, ExportCommand, StatusArgs};
 use copy_args::CopyArgs;
@@ -41,7 +42,7 @@ use upgrade_args::UpgradeArgs;
 
 /// The exit status for a wrong command line.
 pub(crate) const USAGE_STATUS: u8 = 2;
-/// The same for `check`, whose status 2 means a corrupt image (EX_USAGE of sysexits.h).
+/// The exit status for a wrong command line of `check`, whose status 2 means a corrupt image (EX_USAGE of sysexits.h).
 pub(crate) const CHECK_USAGE_STATUS: u8 = 64;
 
 /// Serve disk images and block devices to other programs and machines, by direct I/O
@@ -121,8 +122,7 @@ impl Command {
             Self::Copy(args) => args.check(),
             Self::Resize(args) => args.image.check(),
             Self::Commit(args) => args.image.check(),
-            Self::Bench(args) => args.check(),
-            Self::Create(_) | Self::Info(_) | Self::Ublk(_) => Ok(()),
+            Self::Create(_) | Self::Info(_) | Self::Ublk(_) | Self::Bench(_) => Ok(()),
             Self::Status(_)
             | Self::Export(_)
             | Self::Connections(_)

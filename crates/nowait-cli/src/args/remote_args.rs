@@ -36,7 +36,7 @@ impl AuthArgs {
     }
 }
 
-/// What is done when a server is not there.
+/// Options for a server that is not there.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Exports")]
 pub(crate) struct RemoteArgs {

@@ -5,7 +5,7 @@ use clap::{Args, ValueEnum};
 use nowait_daemon::config::ServeConfig;
 use nowait_daemon::config::choices::SandboxChoice;
 
-/// What a server gives up when it is ready.
+/// Options of what a server gives up when it is ready.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Sandbox")]
 pub(crate) struct SandboxArgs {
@@ -20,7 +20,7 @@ pub(crate) struct SandboxArgs {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum When {
-    /// As far as the kernel can do it
+    /// Confined as far as the kernel can do it
     Auto,
     /// Or nothing is served: the kernel has to have landlock and seccomp
     On,

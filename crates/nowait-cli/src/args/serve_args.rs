@@ -41,7 +41,7 @@ use nowait_daemon::config::{
 /// one IMAGE with --read-only.
 ///
 /// On SIGINT (Ctrl-C), SIGTERM or SIGQUIT it takes no more requests, finishes those it has, flushes
-/// IMAGE and exits with status 0; one that comes more than a second later ends it immediately, unflushed.
+/// IMAGE and exits with status 0; one that comes more than a second later terminates it immediately, unflushed.
 /// SIGHUP does the same where the server has a terminal (not under nohup); without one, as under
 /// systemd or with --fork, it has files read again: the log file is reopened, new connections get
 /// the TLS files as they are now, and a raw file or a block device that has grown is served with its
@@ -119,7 +119,7 @@ pub(crate) struct ServeArgs {
     #[arg(value_parser = export_spec::parse_name)]
     export: Option<String>,
 
-    /// What clients are told of the first IMAGE, at most 4096 bytes; the name of its file without it
+    /// Description of the first IMAGE for clients, at most 4096 bytes; the name of its file without it
     #[arg(help_heading = "Exports", short = 'D', long, value_name = "TEXT", value_parser = export_spec::parse_name)]
     description: Option<String>,
 
@@ -228,7 +228,7 @@ pub(crate) struct ServeArgs {
     #[arg(help_heading = "Speed", long, value_name = "SWITCH", value_enum, value_delimiter = ',')]
     off: Vec<Switch>,
 
-    /// What a server does anyway, for qemu-nbd's sake: it tells which image of a chain has what
+    /// For qemu-nbd's sake; a server tells in any case which image of a chain has what
     #[arg(short = 'A', long, hide = true)]
     allocation_depth: bool,
 }

@@ -11,7 +11,7 @@ use crate::args::control_args::ServerArgs;
 #[derive(Debug, Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct TopArgs {
-    /// Print what one second was like, and end; the same where standard output is no terminal
+    /// Print one second, and exit; the same where standard output is not a terminal
     #[arg(long)]
     pub(crate) once: bool,
 
@@ -34,6 +34,6 @@ Examples:
   nowait top --control tcp:127.0.0.1:9000
 
 Exit status:
-  0   ended by a key or a signal, or printed
+  0   closed by a key or a signal, or printed
   1   no server of this user runs, or it answers no more
   2   wrong command line";

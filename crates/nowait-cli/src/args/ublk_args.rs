@@ -29,7 +29,7 @@ pub(crate) struct UblkCommand {
     pub(crate) action: UblkAction,
 }
 
-/// What to do with devices.
+/// Commands for devices.
 #[derive(Debug, Subcommand)]
 pub(crate) enum UblkAction {
     /// Show the devices: their nodes, states, servers, sizes and users
@@ -40,7 +40,7 @@ pub(crate) enum UblkAction {
     },
     /// Show what the kernel's ublk driver can do, one feature a line
     Features,
-    /// Remove a device; its server ends if it serves nothing else
+    /// Remove a device; its server exits if it serves nothing else
     ///
     /// What the kernel has cached is written first, if there is a server. Without one the requests
     /// that wait for it fail.
@@ -64,8 +64,8 @@ Examples:
 
 States:
   served    a server serves it
-  waiting   its server has ended, requests wait: 'nowait serve IMAGE --ublk=N' goes on
-  failing   its server has ended, requests fail
+  waiting   its server has exited, requests wait: 'nowait serve IMAGE --ublk=N' goes on
+  failing   its server has exited, requests fail
   stopped   it has no node
 
 Exit status:

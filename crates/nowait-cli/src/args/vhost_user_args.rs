@@ -16,7 +16,7 @@ pub(crate) struct VhostUserArgs {
     /// to be shared (QEMU: memory-backend-memfd,share=on). With only this no socket for NBD is made.
     /// A program that connects has the disk, as with --nbd; one at a time, others wait. In place of
     /// PATH, fd:N is a socket that was handed over as descriptor N and is connected already: the
-    /// server ends with that connection, unless there is another way to reach it. connect:PATH is a socket
+    /// server exits with that connection, unless there is another way to reach it. connect:PATH is a socket
     /// at which a VMM listens (QEMU: -chardev socket,path=PATH,server=on): the server tries to connect to
     /// it each second, and again when the VMM has left.
     #[arg(long = "vhost-user", value_name = "[EXPORT=]PATH")]

@@ -8,20 +8,21 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
 
+use crate::args::bench_args::BenchArgs;
 use nowait_daemon::error::{CliError, os_message};
 
 const PROGRAM: &str = "nowait-bench";
 
-/// Executes `nowait-bench` with the arguments after `bench`, which are correct. Its variable
+/// Executes `nowait-bench` with the arguments after `bench` as they are. Its variable
 /// `NOWAIT` names this program, which it measures. Returns only if that failed.
-pub(crate) fn run() -> CliError {
+pub(crate) fn run(args: &BenchArgs) -> CliError {
     let this = match env::current_exe() {
         Ok(this) => this,
         Err(e) => return CliError::new(format!("cannot find this program: {}", os_message(&e))),
     };
     let beside = this.with_file_name(PROGRAM);
     let program = if beside.is_file() { &beside } else { Path::new(PROGRAM) };
-    let error = Command::new(program).args(env::args_os().skip(2)).env("NOWAIT", &this).exec();
+    let error = Command::new(program).args(&args.arguments).env("NOWAIT", &this).exec();
     match error.kind() {
         io::ErrorKind::NotFound => CliError::new(format!(
             "{PROGRAM} is neither beside {} nor on PATH: 'cargo build --release' makes both, and \

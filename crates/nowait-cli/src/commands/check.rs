@@ -57,7 +57,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<u8, CliError> {
     })
 }
 
-/// As `qemu-img check --output=json`: counts that are 0 are left out where it leaves them out.
+/// Like `qemu-img check --output=json`: counts that are 0 are left out where it leaves them out.
 fn in_json(args: &CheckArgs, format: Format, done: &Repaired) -> String {
     let report = &done.report;
     let mut object = json!({

@@ -170,7 +170,7 @@ pub(crate) fn upgrade(args: &UpgradeArgs) -> Result<(), CliError> {
     let binary = args.binary.as_deref().map(|path| {
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         let text = path.to_str().map(str::to_owned);
-        text.ok_or_else(|| CliError::at(&path, "a path that is no text cannot be sent"))
+        text.ok_or_else(|| CliError::at(&path, "a path that is not text cannot be sent"))
     });
     let request = UpgradeRequest { binary: binary.transpose()? };
     let words = |report: &UpgradeReport| {

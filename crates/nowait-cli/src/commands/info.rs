@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
-use nowait::RegisteredMemory;
+use nowait::internal::RegisteredMemory;
 use nowait_image::{Format, ImageError, ImageFile, ImageInfo, Signature, snapshot_in};
 use nowait_remote::Location;
 use rustix::fs::{OFlags, SeekFrom};

@@ -82,7 +82,7 @@ pub(crate) fn run(args: &InfoArgs, location: &Location) -> Result<(), CliError> 
             (facts.kind, facts.read_only) = (Kind::CephImage, image.is_snapshot());
             facts
         }
-        Location::File(_) => return Err(CliError::at(image, "it is no URI")),
+        Location::File(_) => return Err(CliError::at(image, "it is not a URI")),
     };
     output::print(match args.json {
         true => format!("{}\n", in_json(image, &facts)),

@@ -214,7 +214,7 @@ fn a_name_that_cannot_be_opened_is_refused_without_advice() {
         let names = Names { backing: None, data: Some(name) };
         fs::write(&top, qcow2_image::image(names)).expect("an image");
         let refused = refusal(&["map", &top]);
-        refused.says(&["top.qcow2: its data file '", "is no file name"]);
+        refused.says(&["top.qcow2: its data file '", "is not a file name"]);
         assert!(!refused.error.contains("--"), "{}", refused.error);
     }
 }

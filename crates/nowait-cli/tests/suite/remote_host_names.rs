@@ -50,7 +50,7 @@ fn a_confined_server_follows_a_store_to_another_address_in_a_replaced_file() {
     // Without its launcher it uses the addresses that it knows.
     let launcher = child_of(Pid::from_raw(server.pid() as i32).expect("a number"));
     kill_process(launcher, Signal::KILL).expect("a launcher");
-    await_line(&server, "has ended");
+    await_line(&server, "has exited");
     after.script().lies.push_back(Lie::HangUp);
     let data = client.read(2 * MIB, 4096).unwrap_or_else(|_| panic!("{}", server.log()));
     assert!(data == object[2 * MIB as usize..][..4096]);

@@ -165,7 +165,7 @@ fn a_program_that_gives_no_credentials_is_one_line_that_says_why() {
     for (script, words) in [
         (
             format!("echo '{right}'; printf 'it is\\nlocked\\033[2J' >&2; exit 3"),
-            r"has ended with status 3: it is\nlocked\u{1b}[2J",
+            r"exited with status 3: it is\nlocked\u{1b}[2J",
         ),
         (format!("echo '{right} {SECRET}'"), "prints no JSON"),
         (format!("echo '{}'", right.replace("1,", "2,")), "\"Version\" of 1"),
@@ -173,7 +173,7 @@ fn a_program_that_gives_no_credentials_is_one_line_that_says_why() {
         (format!("echo '{}'", printed("KEY", SECRET)), "an Expiration that is none"),
         (format!("echo '{right}'; yes {SECRET}"), "prints more than 64 KiB"),
         (format!("echo '{}'", printed("KEY", "2001-01-01T00:00:00Z")), "expired already"),
-        (format!("kill -9 $$; echo {SECRET}"), "was ended by signal 9"),
+        (format!("kill -9 $$; echo {SECRET}"), "was killed by signal 9"),
     ] {
         site.does(site.parents().len() + 1, &script);
         let refused = refusal_under(&site.environment(), &["info", URL]);
@@ -233,7 +233,7 @@ fn a_program_that_fails_for_a_while_costs_a_confined_server_no_error() {
     let log = server.log();
     server.stop();
     assert_eq!(site.parents().len(), 5);
-    assert!(log.contains("has ended with status 1: it is locked"), "{log}");
+    assert!(log.contains("exited with status 1: it is locked"), "{log}");
     assert!(!has_secret(&log), "{log}");
 }
 

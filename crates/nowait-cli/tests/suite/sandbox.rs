@@ -389,12 +389,12 @@ fn tries_commands(scratch: &Path, socket: &UnixDatagram) {
     }
     // IORING_REGISTER_PERSONALITY, and the registration of another ring's buffers.
     for operation in [9, 30] {
-        // SAFETY: it fails for a descriptor that is no ring, whatever its other arguments.
+        // SAFETY: it fails for a descriptor that is not a ring, whatever its other arguments.
         let done = unsafe { libc::syscall(libc::SYS_io_uring_register, -1, operation, 0, 0) };
         assert_eq!(done, -1);
         has_not(io::Error::last_os_error());
     }
-    // SAFETY: as above; the file is no ring.
+    // SAFETY: as above; the file is not a ring.
     let done = unsafe { libc::syscall(libc::SYS_io_uring_register, file.as_raw_fd(), 1, 0, 0) };
     assert_eq!(done, -1);
     assert_ne!(io::Error::last_os_error().raw_os_error(), Some(libc::ENOSYS));

@@ -238,7 +238,7 @@ fn an_inherited_descriptor_that_is_no_listening_socket_is_refused_by_its_name() 
     let deaf = format!("deaf:{}", scratch.join("deaf").display());
     let unseen = format!("abstract:{}", scratch.join("unseen").display());
     for (what, why) in [
-        ("file", "it is no socket"),
+        ("file", "it is not a socket"),
         ("udp", "neither a Unix nor a TCP socket"),
         (deaf.as_str(), "it does not listen for connections"),
         (unseen.as_str(), "no path that clients could be told"),

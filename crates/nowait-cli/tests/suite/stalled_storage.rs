@@ -201,7 +201,7 @@ fn ends_on_sigterm(extra: &[&str]) {
     let (mut server, _client, _stood_still) = storage.server_with_unanswered_write(extra);
     server.terminate();
     for line in [
-        "nowait: stopping, 1 request left (a second signal ends it immediately)",
+        "nowait: stopping, 1 request left (a second signal terminates it immediately)",
         "1 requests did not end within 10 s",
         "nowait: stopping, flushing",
         "not flushed: its storage did not answer",
@@ -261,7 +261,7 @@ fn a_second_signal_ends_a_waiting_server_at_once_and_it_reports_the_rest() {
     server.signal(Signal::INT);
     wait_until("what the stop waits for", || server.log().contains("stopping, 1 request left"));
     server.signal(Signal::INT);
-    let printed = "nowait: ended by a second signal: 1 request left, not flushed\n";
+    let printed = "nowait: terminated by a second signal: 1 request left, not flushed\n";
     wait_until(printed, || server.log().ends_with(printed));
     // The kernel keeps the process until its FUSE calls have ended.
     storage.storage.end();

@@ -143,7 +143,7 @@ impl Drop for Upgraded {
     }
 }
 
-/// Whether `process` has not ended. It is no child of this one, so nothing is left to wait for.
+/// Whether `process` has not ended. It is not a child of this one, so nothing is left to wait for.
 pub(crate) fn runs(process: Pid) -> bool {
     let state = fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero()));
     test_kill_process(process).is_ok() && !state.is_ok_and(|state| state.contains(") Z "))
@@ -217,7 +217,7 @@ fn an_upgrade_that_fails_leaves_the_server_and_its_clients_as_they_were() {
         assert!(said.contains(why) && said.trim().lines().count() == 1, "{said}");
     };
     refused(&it.scratch.join("missing"), "No such file or directory");
-    refused(Path::new("/bin/true"), "it has ended");
+    refused(Path::new("/bin/true"), "it has exited");
     works(&mut client);
     // A file that is not the one that is served has its name.
     let (image, moved) = (it.image(), it.scratch.join("moved"));
@@ -354,7 +354,7 @@ fn a_launcher_that_has_ended_leaves_no_zombie_and_is_told_of_or_replaced() {
             _ => {
                 assert!(status.contains("warning: the process that starts the new"), "{status}");
                 let said = it.command(&["upgrade"]).fails();
-                assert!(said.contains("has ended (restart the server instead)"), "{said}");
+                assert!(said.contains("has exited (restart the server instead)"), "{said}");
                 assert_eq!(said.trim().lines().count(), 1, "{said}");
             }
         }

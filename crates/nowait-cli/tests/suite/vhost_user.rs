@@ -311,7 +311,10 @@ fn a_descriptor_that_is_no_connection_is_refused_in_one_line() {
     let disk = scratch.sparse("disk.img", MIB).display().to_string();
     for (script, why) in [
         (r#"exec "$@" 9>&-"#, "nowait: --vhost-user fd:9: this process was not given such"),
-        (r#"exec "$@" 9</dev/null"#, "nowait: --vhost-user fd:9: it is no connected Unix socket"),
+        (
+            r#"exec "$@" 9</dev/null"#,
+            "nowait: --vhost-user fd:9: it is not a connected Unix socket",
+        ),
     ] {
         let mut server = tool("sh");
         server.args(["-c", script, "sh", NOWAIT, "serve", &disk, "--vhost-user", "fd:9"]);

@@ -40,7 +40,7 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 /// The longest answer that a command reads, in bytes.
 /// Beyond it: the command fails.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
-/// What stands for itself in a path (RFC 3986, section 2.3).
+/// Bytes that stand for themselves in a path (RFC 3986, section 2.3).
 const PLAIN: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
 
 /// How a client on TCP shows that it may.

@@ -50,7 +50,7 @@ impl Events {
         MAX_SUBSCRIBERS.saturating_sub(self.places.available_permits()) as u64
     }
 
-    /// What a new subscriber is sent; `None` if there are too many.
+    /// The stream for a new subscriber; `None` if there are too many.
     pub(crate) fn subscribe(
         &self,
     ) -> Option<impl Stream<Item = Result<Bytes, Infallible>> + use<>> {
@@ -69,7 +69,7 @@ impl Events {
                 self.subscribed.notified().await;
             }
             let (server, subscribers) = (server.clone(), self.subscribers());
-            // What has ended with a panic has been reported.
+            // A task that has panicked has been reported.
             if let Some(now) = blocking(move || Seen::now(&*server)).await {
                 // All may have left meanwhile.
                 let _ = self.sender.send(now.message(before.as_ref(), subscribers).into());

@@ -22,7 +22,7 @@ const IN_FLIGHT: usize = 16 << 10;
 /// When a client leaves: later than each time limit of a request.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// What `server` answers to a client that sends `pieces` and then waits; with a `token`, that is
+/// Answers of `server` to a client that sends `pieces` and then waits; with a `token`, that is
 /// asked for.
 pub fn converse<'a>(
     server: Arc<dyn ControlledServer>,

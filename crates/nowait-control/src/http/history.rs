@@ -38,7 +38,7 @@ impl History {
         loop {
             ticks.tick().await;
             let server = server.clone();
-            // What has ended with a panic has been reported.
+            // A task that has panicked has been reported.
             if let Some(exports) = blocking(move || server.exports()).await {
                 self.samples().take(Instant::now(), exports);
             }

@@ -124,7 +124,7 @@ fn run(runtime: Runtime, endpoints: Vec<Endpoint>, stopped: oneshot::Receiver<Du
             let _ = tokio::time::timeout(timeout, all_left).await;
         }
     });
-    // What blocks on another thread may block for good.
+    // A call that blocks on another thread may block for good.
     runtime.shutdown_background();
 }
 

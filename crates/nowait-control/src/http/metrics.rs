@@ -39,7 +39,7 @@ struct Snapshot {
     exports: Vec<ExportInfo>,
 }
 
-/// What one operation is called: its name, the metric of its requests, and of its bytes.
+/// Names of one operation: its own, the metric of its requests, and of its bytes.
 type OperationNames = (&'static str, &'static str, Option<&'static str>);
 
 const OPERATIONS: [OperationNames; 6] = [
@@ -93,7 +93,7 @@ impl Collector for Snapshot {
                 behind.iter().map(|it| (Some(("uri", it.uri.as_str())), &it.counts)),
             )?;
         }
-        let help = "Errors that requests ended with";
+        let help = "Errors that requests failed with";
         let mut family =
             encoder.encode_descriptor("nowait_export_errors", help, None, MetricType::Counter)?;
         for (export, frontend, info) in frontends(exports) {

@@ -103,8 +103,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Part {
 
 /// Runs what may block.
 async fn on_thread(act: impl FnOnce() -> Answer + Send + 'static) -> Answer {
-    let failed =
-        || ControlError::Failed("the request has ended with a panic, or got no thread".into());
+    let failed = || ControlError::Failed("the request has panicked, or got no thread".into());
     blocking(act).await.ok_or_else(failed)?
 }
 
@@ -341,7 +340,7 @@ fn parse_or_default<T: DeserializeOwned + Default>(body: &[u8]) -> Result<T, Con
 fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ControlError> {
     // serde takes the values of an array for those of the fields, in their order.
     if body.trim_ascii_start().first() != Some(&b'{') {
-        return Err(ControlError::Invalid("the body is no JSON object".into()));
+        return Err(ControlError::Invalid("the body is not a JSON object".into()));
     }
     serde_json::from_slice(body).map_err(|error| ControlError::Invalid(error.to_string()))
 }

@@ -17,14 +17,14 @@ impl AllowedUri {
     /// # Errors
     /// A message that says what is wrong with it.
     pub fn parse(text: &OsString) -> Result<Self, String> {
-        let uri = text.to_str().ok_or("it is no text")?;
+        let uri = text.to_str().ok_or("it is not text")?;
         let names_no_server = uri.split_once("://").is_some_and(|(_, rest)| !rest.contains('/'));
         if uri.ends_with('/') && names_no_server {
             return Err("it names no server (as in nbd://HOST/ and s3://BUCKET/)".into());
         }
         let allowed = Self(uri.to_owned());
         match allowed.location()? {
-            Location::File(_) => Err("it is no URI (--allow-dir is for files)".into()),
+            Location::File(_) => Err("it is not a URI (--allow-dir is for files)".into()),
             _ => Ok(allowed),
         }
     }

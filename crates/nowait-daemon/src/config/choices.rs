@@ -57,7 +57,7 @@ pub enum TlsChoice {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SandboxChoice {
-    /// As far as the kernel can do it.
+    /// Confined as far as the kernel can do it.
     #[default]
     Auto,
     /// Or nothing is served.

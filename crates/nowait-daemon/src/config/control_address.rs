@@ -37,7 +37,7 @@ impl ControlAddress {
     /// A message with what is wrong.
     pub fn parse(text: &OsString) -> Result<Self, String> {
         const FORM: &str = "unix:PATH, tcp:HOST:PORT, or off";
-        let Some(plain) = text.to_str() else { return Err(format!("it is no text, but {FORM}")) };
+        let Some(plain) = text.to_str() else { return Err(format!("it is not text, but {FORM}")) };
         match plain {
             "off" => Ok(Self::Off),
             _ if nowait_control::DISABLED.is_some() => {

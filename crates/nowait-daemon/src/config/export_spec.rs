@@ -62,7 +62,7 @@ impl ExportSpec {
             return Err(format!("the image is missing ({FORM})"));
         }
         let name =
-            std::str::from_utf8(name).map_err(|_| format!("its name is no text ({FORM})"))?;
+            std::str::from_utf8(name).map_err(|_| format!("its name is not text ({FORM})"))?;
         let image = OsStr::from_bytes(image);
         is_remote(image)?;
         Ok(Self { name: Some(parse_name(name)?), image: Some(image.into()), description: None })

@@ -393,7 +393,7 @@ impl ServeConfig {
         limits(self.limit_iops, self.limit_bandwidth)
     }
 
-    /// The same of each client.
+    /// Limits of each client.
     pub fn limits_per_client(&self) -> Limits {
         limits(self.limit_iops_per_client, self.limit_bandwidth_per_client)
     }

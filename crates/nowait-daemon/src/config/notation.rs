@@ -114,7 +114,7 @@ where
     })
 }
 
-/// As [`number`], where there may be none.
+/// Like [`number`], where there may be none.
 pub(super) fn some_number<'de, D, T, const LEAST: u64, const MOST: u64>(
     from: D,
 ) -> Result<Option<T>, D::Error>

@@ -62,7 +62,7 @@ impl VhostUserSpec {
         let (export, path) = match at {
             Some(at) => {
                 let name = std::str::from_utf8(&bytes[..at]);
-                let name = name.map_err(|_| format!("its export is no text ({FORM})"))?;
+                let name = name.map_err(|_| format!("its export is not text ({FORM})"))?;
                 (Some(name.to_owned()), &bytes[at + 1..])
             }
             None => (None, bytes),
@@ -81,7 +81,7 @@ impl VhostUserSpec {
             };
         match listen_address::unix(OsStr::from_bytes(path).into())? {
             Address::Unix(path) => Ok(Self { export, socket: place(path) }),
-            Address::Tcp { .. } => Err(format!("it is no path ({FORM})")),
+            Address::Tcp { .. } => Err(format!("it is not a path ({FORM})")),
         }
     }
 

@@ -1,4 +1,4 @@
-//! What the control interface of a running server does with its exports and their images.
+//! Answers of the control interface of a running server: it acts with its exports and their images.
 //!
 //! Invariant: what a request names is opened only where the user has allowed it.
 
@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use nowait::RegisteredMemory;
+use nowait::internal::RegisteredMemory;
 use nowait_control::{
     AddBitmap, AddExport, AddFrontend, BackupInfo, BitmapInfo, ConnectionInfo, ControlError,
     ControlledServer, ExportInfo, MergeBitmaps, PatchBitmap, PatchExport, ServerInfo,
@@ -42,7 +42,7 @@ const MAX_FRONTENDS: usize = 16;
 /// Beyond it: 400.
 const MAX_BACKINGS: usize = 16;
 
-/// What the exports that are added later have in common.
+/// Options that the exports that are added later have in common.
 pub(crate) struct Additions {
     pub(crate) common: Common,
     pub(crate) allowed: AllowedPlaces,

@@ -132,7 +132,10 @@ fn open(
     let (node_bytes, image_bytes) = (node.device().size(), opened.image.size());
     if node_bytes < image_bytes {
         let bytes = image_bytes - node_bytes;
-        warn!("{}: its last {bytes} bytes are no whole block and are not served", image.display());
+        warn!(
+            "{}: its last {bytes} bytes are not a whole block and are not served",
+            image.display()
+        );
     }
     Ok(node)
 }

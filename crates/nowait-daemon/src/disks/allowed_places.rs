@@ -1,4 +1,4 @@
-//! What a control request may name: files, sockets and URIs.
+//! Names that a control request may have: files, sockets and URIs.
 //!
 //! Invariant: a path is used without symbolic links, and only in a directory that the user has allowed;
 //! a URI only if `--allow-uri` has it.
@@ -52,7 +52,7 @@ impl AllowedPlaces {
         }
     }
 
-    /// The image below an overlay, which is no file.
+    /// The image below an overlay, which is not a file.
     pub(crate) fn backing(&self, name: &str) -> Result<Location, ControlError> {
         let location = Location::parse(&name.into()).map_err(ControlError::Invalid)?;
         match location {
@@ -112,7 +112,7 @@ pub(crate) fn absolute(path: &Path) -> Result<&Path, ControlError> {
     }
 }
 
-/// What is at `path`, without symbolic links, if that is in one of the directories `allowed`.
+/// The file at `path`, without symbolic links, if that is in one of the directories `allowed`.
 fn inside(allowed: &[PathBuf], path: &Path) -> Result<PathBuf, ControlError> {
     let allowed = allowed.iter().filter_map(|dir| dir.canonicalize().ok());
     // A path elsewhere is refused in the same words whether there is something or not.

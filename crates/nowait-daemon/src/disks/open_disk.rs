@@ -31,7 +31,7 @@ pub(crate) struct OpenedDisk {
     pub(crate) image: Image,
     /// How it was opened.
     pub(crate) options: ChainOptions,
-    /// What clients are told; the name of the file, not its directory, if there is nothing.
+    /// The text for clients; the name of the file, not its directory, if there is nothing.
     pub(crate) description: Option<String>,
     pub(crate) identity: ImageIdentity,
     /// The blocks of its clients, if these are given.
@@ -113,7 +113,7 @@ impl OpenedDisk {
         Self::of(named, image, options, description)
     }
 
-    /// As [`OpenedDisk::open`], but the image may also be a URI, and has the blocks that are `common` to all.
+    /// Like [`OpenedDisk::open`], but the image may also be a URI, and has the blocks that are `common` to all.
     pub(crate) fn open_anywhere(
         named: NamedExport,
         options: ChainOptions,
@@ -187,7 +187,7 @@ pub(crate) fn open_all(
     })
 }
 
-/// What the images of a server have in common.
+/// Options that the images of a server have in common.
 pub(crate) struct Common {
     pub(crate) options: ChainOptions,
     pub(crate) remote: RemoteOptions,

@@ -1,4 +1,4 @@
-//! What a server reads again at SIGHUP: its log file's name, its TLS files, the sizes of its images.
+//! Files that a server reads again at SIGHUP: its log file's name, its TLS files, the sizes of its images.
 //!
 //! Invariant: one reload at a time; a signal that comes meanwhile causes another one after it. What
 //! cannot be read stays as it was, with one line that says why.

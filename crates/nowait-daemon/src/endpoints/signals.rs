@@ -209,7 +209,10 @@ fn report(state: &Mutex<State>) {
             Phase::Flushing => "stopping, flushing".to_owned(),
         };
         if line != last {
-            log::write_line(Level::WARN, format!("{line} (a second signal ends it immediately)"));
+            log::write_line(
+                Level::WARN,
+                format!("{line} (a second signal terminates it immediately)"),
+            );
             last = line;
             lock(state).is_reported = true;
         }
@@ -220,9 +223,9 @@ fn end_at_once(state: &State) -> ! {
     let what = match &state.phase {
         Phase::Opening => "nothing was served".to_owned(),
         Phase::Serving(stopper, _) => format!("{}, not flushed", remaining(stopper)),
-        Phase::Flushing => "the flush has not ended".to_owned(),
+        Phase::Flushing => "the flush has not completed".to_owned(),
     };
-    log::write_line(Level::ERROR, format!("ended by a second signal: {what}"));
+    log::write_line(Level::ERROR, format!("terminated by a second signal: {what}"));
     state.leftovers.iter().filter_map(Weak::upgrade).for_each(|leftover| leftover.remove());
     process::end_at_once(ENDED_AT_ONCE)
 }

@@ -17,9 +17,9 @@ use tracing::Level;
 use crate::error::{CliError, os_message};
 use crate::process::log;
 
-/// What the server sends when clients can connect.
+/// The byte that the server sends when clients can connect.
 const READY: u8 = b'R';
-/// The exit status where the server was ended by a signal.
+/// The exit status where the server was killed by a signal.
 const ENDED_BY_SIGNAL: i32 = 1;
 
 /// The server's end of its tie to the process that was called.
@@ -86,7 +86,7 @@ fn wait(mut reader: io::PipeReader, server: Pid) -> ! {
         }
     };
     if status.is_none() {
-        log::write_line(Level::ERROR, "--fork: the server was ended by a signal");
+        log::write_line(Level::ERROR, "--fork: the server was killed by a signal");
     }
     std::process::exit(status.unwrap_or(ENDED_BY_SIGNAL));
 }

@@ -36,7 +36,7 @@ impl Parent {
         if getppid() == self.0 {
             Ok(())
         } else {
-            Err(CliError::new("--exit-with-parent: the parent has ended already"))
+            Err(CliError::new("--exit-with-parent: the parent has exited already"))
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What each program of this package sets up first, and how it ends: a panic ends the process, and a write
+//! Set-up of each program of this package, and how it ends: a panic ends the process, and a write
 //! beyond the file size limit is an error.
 //!
 //! Invariant: no thread continues after another has panicked, so that no client waits for an answer

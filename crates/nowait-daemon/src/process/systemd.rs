@@ -75,7 +75,7 @@ pub fn reject_clients() {
 /// To be called before this process opens any descriptor, and once for each number.
 ///
 /// # Errors
-/// The descriptor is not open, or is no connected Unix socket.
+/// The descriptor is not open, or is not a connected Unix socket.
 pub(crate) fn connection(number: i32) -> Result<UnixStream, CliError> {
     let refused = |why: &str| CliError::new(format!("--vhost-user fd:{number}: {why}"));
     // SAFETY: the call only asks whether the number is that of an open descriptor.
@@ -85,7 +85,7 @@ pub(crate) fn connection(number: i32) -> Result<UnixStream, CliError> {
     // SAFETY: the descriptor is open, as its flags were set; this process inherited it and no other
     // code owns it, as this runs first.
     let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(number) });
-    socket.peer_addr().map_err(|_| refused("it is no connected Unix socket"))?;
+    socket.peer_addr().map_err(|_| refused("it is not a connected Unix socket"))?;
     socket.set_nonblocking(false).map_err(|error| refused(&os_message(&error)))?;
     Ok(socket)
 }

@@ -2,7 +2,7 @@
 //!
 //! Invariant: it is fed only after every serving thread has answered within a quarter of its time; a
 //! thread that is idle answers when it is woken up for that. Storage that does not answer keeps only
-//! workers waiting, so it is no reason for a restart.
+//! workers waiting, so it is not a reason for a restart.
 
 use std::thread;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use tracing::{error, warn};
 
 use crate::process::systemd;
 
-/// A shorter time is no watchdog, but a mistake.
+/// A shorter time is not a watchdog, but a mistake.
 const SHORTEST: Duration = Duration::from_millis(10);
 
 /// Feeds the watchdog of this process, if the service manager has one, as long as the process runs.

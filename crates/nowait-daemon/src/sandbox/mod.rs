@@ -14,9 +14,9 @@ use crate::error::{CliError, os_message};
 /// Whether a server is confined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// As far as the kernel can do it.
+    /// Confined as far as the kernel can do it.
     Auto,
-    /// The same, but a kernel without landlock or seccomp is an error.
+    /// Confined, and a kernel without landlock or seccomp is an error.
     On,
 }
 

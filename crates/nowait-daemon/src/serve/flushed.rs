@@ -5,7 +5,7 @@
 use std::path::Path;
 use std::sync::mpsc;
 
-use nowait::RegisteredMemory;
+use nowait::internal::RegisteredMemory;
 use nowait_remote::RbdStorage;
 use tracing::{info, warn};
 
@@ -108,7 +108,7 @@ fn close(all: Vec<OpenedDisk>, ended: bool) -> Result<(), CliError> {
     result
 }
 
-/// As `close` with requests in flight, but waits at most `CLOSE_TIMEOUT`: storage that leaves
+/// Like `close` with requests in flight, but waits at most `CLOSE_TIMEOUT`: storage that leaves
 /// requests unanswered may never answer the flush either.
 fn close_with_timeout(all: Vec<OpenedDisk>, image: &Path) -> Result<(), CliError> {
     let (sender, closed) = mpsc::channel();

@@ -59,7 +59,7 @@ fn why_no_upgrade(config: &ServeConfig) -> Option<&'static str> {
         return Some("the process that started this server would not know the new one");
     }
     if std::process::id() == 1 {
-        return Some("this server is process 1, with which its container ends");
+        return Some("this server is process 1, with which its container stops");
     }
     config.control_is_off().then_some("there is no control socket")
 }

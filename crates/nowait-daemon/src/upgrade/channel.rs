@@ -42,7 +42,7 @@ pub(crate) struct Bounds {
 impl Bounds {
     /// A few words.
     pub(crate) const ANSWER: Self = Self { files: 0, bytes: 1 << 16 };
-    /// The same with one file.
+    /// A message with one file.
     pub(crate) const ANSWER_WITH_FILE: Self = Self { files: 1, ..Self::ANSWER };
     /// A request to the launcher: the names of a server with thousands of sockets, and a few files.
     pub(crate) const REQUEST: Self = Self { files: 5, bytes: 1 << 22 };

@@ -111,7 +111,7 @@ impl CredentialClient {
             // A late reply would be taken for that to another request.
             *socket = None;
             CredentialOutput::failed(
-                "is not run any more: the process that does it has ended (restart the server)",
+                "is not run any more: the process that does it has exited (restart the server)",
             )
         })
     }

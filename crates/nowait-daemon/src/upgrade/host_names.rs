@@ -60,7 +60,7 @@ impl HostNameClient {
     /// The name has no address, or is longer than 255 bytes; the launcher has ended.
     pub(crate) fn ask(&self, host: &str) -> io::Result<Vec<IpAddr>> {
         if host.is_empty() || host.len() > NAME_BYTES {
-            return Err(io::Error::other("this is no name of a host"));
+            return Err(io::Error::other("this is not the name of a host"));
         }
         let socket = self.take()?;
         let mut answer = [0; 1 + ADDRESSES * 16];
@@ -101,7 +101,7 @@ impl HostNameClient {
 }
 
 fn has_ended() -> io::Error {
-    io::Error::new(ErrorKind::BrokenPipe, "the process that looks up names has ended")
+    io::Error::new(ErrorKind::BrokenPipe, "the process that looks up names has exited")
 }
 
 /// Replies to the requests of `socket` by `look_up`, until the server closes its side.
@@ -112,7 +112,7 @@ pub(crate) fn answer(socket: &OwnedFd, look_up: impl Fn(&str) -> io::Result<Vec<
         let name = request.get(..len).filter(|name| name.len() <= NAME_BYTES);
         let found = match name.and_then(|name| str::from_utf8(name).ok()) {
             Some(name) => look_up(name),
-            None => Err(io::Error::other("this is no name of a host")),
+            None => Err(io::Error::other("this is not the name of a host")),
         };
         let answer = match found {
             Ok(found) => found.iter().take(ADDRESSES).flat_map(octets).fold(vec![FOUND], with),

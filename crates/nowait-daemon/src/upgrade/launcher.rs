@@ -33,14 +33,14 @@ use crate::upgrade::{ENVIRONMENT, SUCCESSOR};
 
 /// The name of the process in lists.
 const NAME: &str = "nowait-launcher";
-/// The same for pidof(1) and killall(1), which would find it as the server; the kernel's limit is 15 bytes.
+/// Its name for pidof(1) and killall(1), which would find it as the server; the kernel's limit is 15 bytes.
 const SHORT_NAME: &CStr = c"nowait-launcher";
 /// How long the process that starts the new program of an upgrade may take for a request and its answer.
 /// Beyond it: the upgrade fails, and the old program serves on.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why there is no upgrade of a confined server any more.
-pub(crate) const ENDED: &str = "the process that starts the new program of an upgrade has ended (restart the server \
+pub(crate) const ENDED: &str = "the process that starts the new program of an upgrade has exited (restart the server \
                                 instead)";
 
 /// The new programs that a launcher starts.
@@ -63,7 +63,7 @@ impl Starts {
     }
 }
 
-/// What the server asks for.
+/// Requests of the server.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Request {
     /// Start a program, with the file of this message as its standard input.
@@ -156,7 +156,7 @@ impl Launcher {
         if let Some(Process { mut child, .. }) = ended {
             match self.starts {
                 Starts::Nothing => {
-                    warn!("the process that removes the names of this server has ended")
+                    warn!("the process that removes the names of this server has exited")
                 }
                 Starts::Own | Starts::Any => warn!("{ENDED}"),
             }
@@ -344,7 +344,7 @@ pub fn run_if_asked() -> Option<u8> {
     let starts = starts.into_iter().find(|starts| purpose == starts.purpose())?;
     // It fails for no such name.
     let _ = rustix::thread::set_name(SHORT_NAME);
-    // What a terminal sends to all its processes is for the server, with which this one ends. New
+    // Signals that a terminal sends to all its processes is for the server, with which this one ends. New
     // programs have the signals' defaults.
     for signal in [SIGINT, SIGTERM, SIGQUIT, SIGHUP] {
         let _ = signal_hook::flag::register(signal, Arc::default());

@@ -1,4 +1,4 @@
-//! What the program that hands over and the one that takes over tell each other, in this order:
+//! Messages between the program that hands over and the one that takes over, in this order:
 //! [`Begin`], [`Answer`], [`Drained`], [`Answer`], [`Go`].
 //!
 //! Invariant: a field that a later version adds is optional; a change that an earlier version would
@@ -30,7 +30,7 @@ pub(crate) struct Begin {
     pub(crate) listeners: Vec<ListenerState>,
     /// The control socket, if there is one at a path that was given.
     pub(crate) control: Option<ListenerState>,
-    /// Those of the control interface on TCP; their files come last.
+    /// Sockets of the control interface on TCP; their files come last.
     #[serde(default)]
     pub(crate) control_tcp: Vec<ListenerState>,
     /// The number of the local block device that the first export is.
@@ -82,7 +82,7 @@ pub(crate) struct ExportState {
     /// The URLs that images may name as those below them.
     #[serde(default)]
     pub(crate) backing: Vec<String>,
-    /// What was changed while it was served.
+    /// Settings that were changed while it was served.
     pub(crate) changes: PatchExport,
     /// Its dirty bitmaps; their bits come later.
     #[serde(default)]
@@ -199,7 +199,7 @@ pub(crate) struct VmmMessage {
 pub(crate) struct ConnectionMessage {
     /// Index of the export.
     pub(crate) export: usize,
-    /// As in [`nowait_server::ConnectionState`].
+    /// Field of [`nowait_server::ConnectionState`].
     pub(crate) reply_mode: u8,
     pub(crate) contexts: u8,
     #[serde(default)]
@@ -213,7 +213,7 @@ pub(crate) struct ConnectionMessage {
     pub(crate) ended: bool,
 }
 
-/// As [`SplitState`].
+/// State of a split write, [`SplitState`].
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct SplitMessage {
     flags: u16,

@@ -24,7 +24,7 @@ use crate::upgrade::sender::{DRAIN_TIMEOUT, Paused};
 /// The most threads that flush.
 const FLUSH_THREADS: usize = 16;
 
-/// What is handed over.
+/// Everything that is handed over.
 pub(crate) struct PausedDisks<'a> {
     disks: MutexGuard<'a, Vec<ServedDisk>>,
     server: PausedServer,

@@ -42,7 +42,7 @@ pub fn refuse(why: &str) {
     }
 }
 
-/// What an old program hands over to this one.
+/// Everything that an old program hands over to this one.
 pub(crate) struct Receiver {
     channel: Channel,
     /// The default export first.
@@ -71,7 +71,7 @@ pub(crate) struct SavedClients {
 }
 
 impl Receiver {
-    /// What an old program hands over; `None` if this process was not started for that.
+    /// The state that an old program hands over; `None` if this process was not started for that.
     ///
     /// # Errors
     /// The old program has ended, or does not speak as this one.
@@ -104,7 +104,7 @@ impl Receiver {
     /// The sockets that listen, with their addresses, and the directories to be removed with them.
     ///
     /// # Errors
-    /// One is no socket that listens.
+    /// One is not a socket that listens.
     pub(crate) fn listeners(&mut self) -> Result<Vec<ReceivedListener>, CliError> {
         std::mem::take(&mut self.listeners).into_iter().map(ReceivedListener::of).collect()
     }
@@ -112,7 +112,7 @@ impl Receiver {
     /// The control socket at the path that was given.
     ///
     /// # Errors
-    /// It is no socket that listens.
+    /// It is not a socket that listens.
     pub(crate) fn control(&mut self) -> Result<Option<ReceivedListener>, CliError> {
         self.control.take().map(ReceivedListener::of).transpose()
     }
@@ -120,7 +120,7 @@ impl Receiver {
     /// The sockets of the control interface on TCP.
     ///
     /// # Errors
-    /// One is no socket that listens.
+    /// One is not a socket that listens.
     pub(crate) fn control_tcp(&mut self) -> Result<Vec<ReceivedListener>, CliError> {
         std::mem::take(&mut self.control_tcp).into_iter().map(ReceivedListener::of).collect()
     }

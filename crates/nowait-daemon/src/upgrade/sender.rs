@@ -32,7 +32,7 @@ const READY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Beyond it: the upgrade fails, and the old program serves on.
 pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What a server needs to be handed over, from its start on.
+/// Everything that a server needs to be handed over, from its start on.
 pub(crate) struct Upgrades {
     /// Or why there is none.
     pub(crate) launcher: Result<Arc<Launcher>, String>,
@@ -221,7 +221,7 @@ fn lost(error: &io::Error) -> ControlError {
         io::ErrorKind::UnexpectedEof
         | io::ErrorKind::ConnectionReset
         | io::ErrorKind::BrokenPipe => {
-            "it has ended, see what it has written to standard error".to_owned()
+            "it has exited, see what it has written to standard error".to_owned()
         }
         io::ErrorKind::WouldBlock => "it is not ready in time".to_owned(),
         _ => os_message(error),

@@ -1,4 +1,4 @@
-//! What a client sends to the control interface: the first byte selects whether it needs a token.
+//! Bytes of a client of the control interface: the first byte selects whether it needs a token.
 //!
 //! Checked: each answer is HTTP, a refusal says why in one line of JSON; what is answered and what
 //! the server is asked to do does not depend on how the bytes are split, until the connection ends.
@@ -198,7 +198,7 @@ fn outcome<'a>(
     let answers = fuzz::converse(server.clone(), token, pieces);
     let asked = std::mem::take(&mut *server.0.lock().unwrap_or_else(PoisonError::into_inner));
     let mut answers = answers_in(&answers)?;
-    // What is no HTTP ends the connection, where the library can with an empty answer.
+    // Bytes that are not HTTP close the connection, where the library can with an empty answer.
     if answers.last().is_some_and(|&(status, length)| status >= 400 && length == 0) {
         answers.pop();
     }
@@ -214,7 +214,7 @@ fn answers_in(mut rest: &[u8]) -> Result<Vec<(u16, usize)>, String> {
         rest = rest.get(end + 4..).unwrap_or_default();
         let status = head.strip_prefix("http/1.").and_then(|line| line.get(2..5));
         let status = status.and_then(|status| status.parse::<u16>().ok());
-        let status = status.ok_or_else(|| format!("this is no answer: {head}"))?;
+        let status = status.ok_or_else(|| format!("this is not an answer: {head}"))?;
         if head.contains("transfer-encoding: chunked") || head.contains("text/event-stream") {
             // Only events are sent so; they have no end.
             all.push((status, 0));
@@ -244,7 +244,7 @@ fn says_why(status: u16, body: &[u8]) -> Result<(), String> {
     // A control character is escaped in JSON.
     let is_line = !why.is_empty()
         && !["\\n", "\\r", "\\u00"].iter().any(|it| why.replace("\\\\", "").contains(it));
-    if is_line { Ok(()) } else { Err(format!("{status} with a reason that is no line: {text}")) }
+    if is_line { Ok(()) } else { Err(format!("{status} with a reason that is not a line: {text}")) }
 }
 
 fn position(bytes: &[u8], what: &[u8]) -> Option<usize> {

@@ -1,4 +1,4 @@
-//! What a store, a record of a boot and a file of a cache have: the first byte selects one of them.
+//! Bytes of a store, a record of a boot and a file of a cache: the first byte selects one of them.
 //!
 //! Checked: bytes of an object are taken only from an answer that is about its version and the range
 //! that was asked for; of a record each block within the object once; of a cache only what was written.
@@ -11,7 +11,7 @@ use tempfile::TempDir;
 
 use crate::target::{Check, Target};
 
-/// What is between the answers of two connections.
+/// Bytes between the answers of two connections.
 const NEXT: u8 = 0x1e;
 /// Blocks of the object of a record.
 const RECORD_END: u64 = 1000;

@@ -39,7 +39,7 @@ pub(crate) const TARGET: Target = Target {
 
 fn check(input: &[u8]) -> Result<(), String> {
     let mut input = Unstructured::new(input);
-    // An input that is too short is no finding.
+    // An input that is too short is not a finding.
     let switches: u8 = input.arbitrary().unwrap_or_default();
     if switches & 0x80 != 0 {
         return arithmetic(&mut input).unwrap_or(Ok(()));

@@ -50,7 +50,7 @@ impl Server<'_> {
             Self::Tcp { host, port } => {
                 let is_port = |port: &u16| *port > 0;
                 let number = port.parse().ok().filter(is_port);
-                let port = number.ok_or_else(|| format!("is wrong: '{port}' is no port"))?;
+                let port = number.ok_or_else(|| format!("is wrong: '{port}' is not a port"))?;
                 let host = match host.contains(':') {
                     true => format!("[{}]", encoded(host, ":")),
                     false => encoded(host, ""),

@@ -70,7 +70,7 @@ fn inflate(data: &[u8], flags: u32, cluster: &mut [u8]) -> Option<usize> {
     matches!(status, TINFLStatus::Done | TINFLStatus::HasMoreOutput).then_some(got)
 }
 
-/// As [`inflate`], from frames of zstd, the last of which ends where the cluster does.
+/// Like [`inflate`], from frames of zstd, the last of which ends where the cluster does.
 fn unpack_zstd(data: &[u8], cluster: &mut [u8]) -> Option<usize> {
     let mut decoder = Decoder::new().ok()?;
     decoder.set_parameter(DParameter::WindowLogMax(MAX_WINDOW_LOG)).ok()?;

@@ -110,7 +110,7 @@ pub(crate) struct Opened {
     pub(crate) content: Box<dyn Content>,
     /// Size of the disk in bytes.
     pub(crate) size: u64,
-    /// As [`Layer::data`].
+    /// Like [`Layer::data`].
     pub(crate) data: Vec<Arc<ImageFile>>,
     /// Whether the header says that it is corrupt.
     pub(crate) marked_corrupt: bool,

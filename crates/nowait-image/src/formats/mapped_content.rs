@@ -15,7 +15,7 @@ use crate::formats::raw::file_status;
 #[derive(Debug)]
 pub(crate) struct MappedContent {
     pub(crate) table: Arc<dyn RunTable>,
-    /// As [`Content::unit`]; a power of two.
+    /// Like [`Content::unit`]; a power of two.
     pub(crate) unit: u64,
 }
 

@@ -66,7 +66,7 @@ impl Format {
     /// `snapshot`, the name or ID of an internal one, its size is that of the disk then.
     ///
     /// # Errors
-    /// A refusal of bytes that are no such header, and of a snapshot that it does not have; the errno of a
+    /// A refusal of bytes that are not such a header, and of a snapshot that it does not have; the errno of a
     /// failed read.
     pub fn info(
         self,

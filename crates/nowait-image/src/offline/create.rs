@@ -34,7 +34,7 @@ pub struct CreateOptions {
     pub backing: Option<PathBuf>,
     /// The format of the backing file; `None` means raw, and refuses a file that begins like qcow2.
     pub backing_format: Option<Format>,
-    /// Directories that backing files may be in, beside the image's own; not those below them.
+    /// Directories that backing files may be in, in addition to the image's own; not those below them.
     pub backing_dirs: Vec<PathBuf>,
     /// The storages that a backing file may be in instead, by their names.
     pub backing_storages: NamedStorages,

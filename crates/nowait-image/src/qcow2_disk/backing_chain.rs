@@ -88,7 +88,7 @@ pub(crate) struct BackingChain {
     writeback: Arc<MetadataWriteback>,
     header: Header,
     below: Vec<BackingImage>,
-    /// As [`direct_alignment`].
+    /// Like [`direct_alignment`].
     align: u64,
     decompressed: DecompressedCache,
 }
@@ -105,7 +105,7 @@ impl BackingChain {
         Self { writeback, header, below, align, decompressed }
     }
 
-    /// As [`direct_alignment`], of all files.
+    /// Like [`direct_alignment`], of all files.
     pub(crate) fn align(&self) -> u64 {
         self.align
     }
@@ -148,7 +148,7 @@ impl BackingChain {
         Ok((cluster, bytes_of(count, pos, len, bits)))
     }
 
-    /// As [`BackingChain::lookup_top`], for a run that is then changed.
+    /// Like [`BackingChain::lookup_top`], for a run that is then changed.
     ///
     /// # Errors
     /// As [`MetadataWriteback::update`].
@@ -218,7 +218,7 @@ impl BackingChain {
         Ok(Resolved { found: mapping_of_entry(file, cluster, pos, tables.header()), len, reads })
     }
 
-    /// As [`BackingChain::resolve`], of the images below the top one.
+    /// Like [`BackingChain::resolve`], of the images below the top one.
     fn resolve_in_backing(&self, pos: u64, len: u64) -> Result<(Mapping, u64), Error> {
         let mut len = len;
         for below in &self.below {

@@ -135,7 +135,7 @@ impl Metadata {
         }
     }
 
-    /// As [`Metadata::lookup`], for a caller that does no I/O there: `copied` means nothing, and
+    /// Like [`Metadata::lookup`], for a caller that does no I/O there: `copied` means nothing, and
     /// compressed clusters form one run.
     pub(crate) fn scan(&self, unit: u64, max: u64) -> Result<(Cluster, u64), MetadataError> {
         let (first, count, _) = self.run_from(unit, max, false)?;

@@ -102,7 +102,7 @@ impl OpenImage {
         self.bitmaps.as_ref()
     }
 
-    /// The same, but the image stays open, and requests may follow.
+    /// Flushes and unlocks, but the image stays open, and requests may follow.
     pub(crate) fn settle(&self) -> Result<(), Error> {
         if self.writable {
             self.writeback.flush()?;
@@ -120,7 +120,7 @@ impl OpenImage {
         self.chain.held_files()
     }
 
-    /// As [`Chain::lower_locks_below`].
+    /// Like [`Chain::lower_locks_below`].
     pub(crate) fn lower_locks_below(&self) -> Result<(), LockError> {
         self.chain.lower_locks_below()
     }
@@ -276,7 +276,7 @@ pub(crate) fn storage_of(
     storage_with(file, options)
 }
 
-/// As [`storage_of`], with other options.
+/// Like [`storage_of`], with other options.
 pub(crate) fn storage_with(
     file: &ImageFile,
     options: OpenOptions,

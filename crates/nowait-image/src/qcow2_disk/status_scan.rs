@@ -56,7 +56,7 @@ pub(crate) trait ScannedImages {
     /// The file with this number.
     fn file(&self, file: u8) -> Option<&Arc<dyn Storage>>;
 
-    /// As [`BackingChain::scan_image`].
+    /// Like [`BackingChain::scan_image`].
     fn scan_image(&self, image: u8, pos: u64, len: u64) -> Result<Resolved, Error>;
 }
 

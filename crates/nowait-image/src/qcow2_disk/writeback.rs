@@ -39,7 +39,7 @@ const RUN_BYTES: usize = 1 << 20;
 /// The file grows to multiples of this many bytes, because growing holds up writes to it.
 const GROW_BYTES: u64 = 16 << 20;
 
-/// What the flusher thread waits for.
+/// The state that the flusher thread waits for.
 #[derive(Default)]
 struct FlusherState {
     /// Whether metadata has changed since the last writeback began.
@@ -139,7 +139,7 @@ impl MetadataWriteback {
         self.attempt(act)?.map_err(|_| Error::new(libc::EIO, Operation::Read))
     }
 
-    /// As [`MetadataWriteback::with`], for a change of the disk. Metadata that contradicts itself
+    /// Like [`MetadataWriteback::with`], for a change of the disk. Metadata that contradicts itself
     /// is not changed from then on, and the image is marked as corrupt.
     ///
     /// # Errors
@@ -442,7 +442,7 @@ impl MetadataWriteback {
         lock(&self.flusher).dirty && !self.flushes.has_failed()
     }
 
-    /// As [`MetadataWriteback::flush`]. The next flush of a client reports a failure.
+    /// Like [`MetadataWriteback::flush`]. The next flush of a client reports a failure.
     pub(crate) fn background_flush(&self) {
         let flushed = self.flush();
         if flushed.is_err() && injected_bug::injected(ImageBug::ForgetFailure) {

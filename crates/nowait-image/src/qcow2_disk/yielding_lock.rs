@@ -10,7 +10,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// As [`lock`], for a mutex that is held during I/O.
+/// Like [`lock`], for a mutex that is held during I/O.
 pub(crate) fn lock_for_io<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     #[cfg(feature = "sim")]
     while nowait::sim::is_simulated() {

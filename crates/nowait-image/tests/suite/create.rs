@@ -98,7 +98,7 @@ fn impossible_options_are_refused_and_leave_no_file() {
         (CreateOptions { preallocation: Preallocation::Metadata, ..raw }, "no metadata"),
         (CreateOptions { preallocation: Preallocation::Falloc, ..on_base.clone() }, "would hide"),
         (CreateOptions { backing: Some("none".into()), ..qcow2.clone() }, "'none' is missing"),
-        (CreateOptions { backing: Some("/".into()), ..qcow2.clone() }, "is no file"),
+        (CreateOptions { backing: Some("/".into()), ..qcow2.clone() }, "is not a file"),
         (CreateOptions { cluster_bytes: Some(3000), ..qcow2.clone() }, "a power of two"),
         (options(Format::Qcow2, 1 << 62), "needs larger clusters"),
     ] {

@@ -26,7 +26,7 @@ pub struct ConnectOptions<'a> {
     pub credentials: Option<&'a Credentials>,
     /// The export's name; empty for the server's default.
     pub export: &'a str,
-    /// What is asked for in the handshake.
+    /// Requests of the handshake.
     pub wanted: Wanted<'a>,
     /// The limit of the connection, of all of its handshake, and then of each read and write without
     /// progress.

@@ -120,12 +120,12 @@ impl Credentials {
         config.enable_sni = name.is_some();
         let server_name = name.unwrap_or(NO_NAME);
         let name = ServerName::try_from(server_name.to_owned());
-        let name =
-            name.map_err(|_| format!("'{server_name}' is no name that a certificate can be for"))?;
+        let name = name
+            .map_err(|_| format!("'{server_name}' is not a name that a certificate can be for"))?;
         Ok(Self { config: Arc::new(config), name })
     }
 
-    /// What a session begins with, and the name that the server's certificate is for.
+    /// The configuration that a session begins with, and the name that the server's certificate is for.
     #[must_use]
     pub fn config(&self) -> (Arc<ClientConfig>, ServerName<'static>) {
         (self.config.clone(), self.name.clone())
@@ -169,7 +169,7 @@ fn unusable(error: &Error, cert: &Path, key: &Path) -> String {
             format!("{cert}: the certificate {}", certificate_fault(error))
         }
         _ => format!(
-            "{key}: it is no key that can be used: RSA keys need 2048, 3072 or 4096 bits, ECDSA \
+            "{key}: it is not a key that can be used: RSA keys need 2048, 3072 or 4096 bits, ECDSA \
              keys the curve P-256 or P-384; Ed25519 keys are taken too"
         ),
     }

@@ -16,7 +16,7 @@ pub enum ClientError {
     Handshake(HandshakeError),
     /// The server has closed the connection.
     Closed,
-    /// TLS has failed: client or server has rejected the other, or the server's bytes are no TLS.
+    /// TLS has failed: client or server has rejected the other, or the server's bytes are not TLS.
     Tls(rustls::Error),
     /// The socket has failed.
     Lost(io::Error),

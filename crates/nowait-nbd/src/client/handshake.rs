@@ -30,9 +30,9 @@ const DEFAULT_MAX_BYTES: u32 = 32 << 20;
 /// Beyond it: the handshake fails.
 const MAX_MIN_BLOCK: u32 = 64 << 10;
 
-const BROKEN: &str = "the server's answer in the handshake is no answer";
+const BROKEN: &str = "the server's answer in the handshake is not an answer";
 
-/// What a client asks for beside the export.
+/// Requests of a client, the export aside.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Wanted<'a> {
     /// The messages to use, if the server has them; else those of the next simpler mode.
@@ -41,7 +41,7 @@ pub struct Wanted<'a> {
     pub context: Option<&'a str>,
 }
 
-/// What a server says of an export.
+/// Facts of a server about an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Export {
     /// Bytes, less than 2^63.
@@ -199,7 +199,7 @@ fn select(
     Ok(if has(asked)? { id } else { None })
 }
 
-/// Whether the server acknowledged an option. A refusal is no error here.
+/// Whether the server acknowledged an option. A refusal is not an error here.
 fn has(asked: Result<(), HandshakeError>) -> Result<bool, HandshakeError> {
     match asked {
         Ok(()) => Ok(true),

@@ -332,7 +332,7 @@ mod tests {
         [header.encode(mode, AT).as_slice(), payload].concat()
     }
 
-    /// What a client in `mode` is told when its bytes arrive in `pieces`.
+    /// Replies that a client in `mode` is told when its bytes arrive in `pieces`.
     fn told(mode: ReplyMode, pieces: &[&[u8]]) -> Outcome<Notes> {
         let mut parser = ReplyParser::new(mode);
         let mut notes = Notes { memory: vec![0xee; 6], ..Notes::default() };

@@ -18,7 +18,7 @@ use crate::client::socket::{Received, Socket};
 
 /// Plaintext that is encrypted before its ciphertext is sent, in bytes.
 const PLAINTEXT_BYTES: usize = 256 << 10;
-/// What is received together, in bytes: as many records as have arrived.
+/// Bytes that are received together: as many records as have arrived.
 const RECEIVED_BYTES: usize = 256 << 10;
 /// The longest TLS record with its header, in bytes (RFC 8446, section 5.2).
 /// Beyond it: the connection is given up.
@@ -158,7 +158,7 @@ impl TlsSession {
         Ok(())
     }
 
-    /// As `flush`; the error is the alert that the server sent before it closed the connection, if
+    /// Like `flush`; the error is the alert that the server sent before it closed the connection, if
     /// there is one.
     fn flush_or_alert(&mut self, socket: &Socket) -> io::Result<()> {
         let flushed = self.flush(socket);

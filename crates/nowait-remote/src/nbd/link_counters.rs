@@ -36,7 +36,7 @@ nowait::counts! {
 pub(super) struct LinkCounters(Mutex<LinkCounts>);
 
 impl LinkCounters {
-    /// Those of the storage at `uri`, which is connected.
+    /// Counters of the storage at `uri`, which is connected.
     pub(super) fn listed(uri: String) -> Arc<Self> {
         let counters = OPEN.add(uri);
         counters.lock().connected = true;

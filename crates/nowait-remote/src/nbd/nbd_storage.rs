@@ -86,7 +86,7 @@ impl NbdStorage {
         self.export.context.is_some()
     }
 
-    /// What the server can do beside reads and writes, in the protocol's words.
+    /// Abilities of the server, reads and writes aside, in the protocol's words.
     #[must_use]
     pub fn abilities(&self) -> Vec<&'static str> {
         let flags = [

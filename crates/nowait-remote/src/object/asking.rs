@@ -26,7 +26,7 @@ struct Outage {
     gave_up: bool,
 }
 
-/// What a request needs to be made again.
+/// Everything that a request needs to be made again.
 pub(super) struct Asking {
     object: Object,
     pub(super) version: Version,

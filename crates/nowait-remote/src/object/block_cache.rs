@@ -29,7 +29,7 @@ const USE_NOTED: Duration = Duration::from_secs(60);
 /// Nothing is written for this time after a write has failed.
 const PAUSE: Duration = Duration::from_secs(60);
 
-/// What a cache has of a block.
+/// The state of a block in a cache.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Cached {
     Absent,
@@ -41,7 +41,7 @@ pub(super) enum Cached {
 /// The cache of one object.
 pub(super) struct BlockCache {
     directory: CacheDirectory,
-    /// What its lines in the log begin with.
+    /// The beginning of its lines in the log.
     place: String,
     /// Bytes of the object.
     size: u64,

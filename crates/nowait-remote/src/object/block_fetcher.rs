@@ -43,7 +43,7 @@ const MAX_JOB_BYTES: u64 = 64 << 20;
 /// The most blocks in memory: 32 MiB.
 const MEMORY_BLOCKS: usize = 512;
 
-/// What blocks are fetched for, the most urgent first.
+/// Purposes that blocks are fetched for, the most urgent first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Purpose {
     Read,
@@ -75,7 +75,7 @@ type Step = Pin<Box<dyn Future<Output = Done>>>;
 pub(super) struct Helpers {
     pub(super) cache: Option<Arc<BlockCache>>,
     pub(super) record: Option<ObjectRecord>,
-    /// What is fetched into the cache without being asked for.
+    /// Blocks that are fetched into the cache without being asked for.
     pub(super) prefetch: Option<PrefetchCursor>,
 }
 

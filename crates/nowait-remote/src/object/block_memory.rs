@@ -126,7 +126,7 @@ impl BlockMemory {
         Self { pool, object, limit }
     }
 
-    /// Whether a block is there; that is no use of it.
+    /// Whether a block is there; a look is not a use.
     pub(super) fn has(&self, block: u64) -> bool {
         self.pool.lock().entries.contains_key(&(self.object, block))
     }
@@ -138,7 +138,7 @@ impl BlockMemory {
         Some(data)
     }
 
-    /// Whether a block is there that came from the store, not from the cache; that is no use of it.
+    /// Whether a block is there that came from the store, not from the cache; a look is not a use.
     pub(super) fn has_fetched(&self, block: u64) -> bool {
         self.pool.lock().entries.get(&(self.object, block)).is_some_and(|entry| entry.fetched)
     }

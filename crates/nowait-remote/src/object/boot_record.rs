@@ -87,7 +87,7 @@ pub(super) fn order_of(path: &Path, place: &str, end: u64) -> Result<PrefetchOrd
     Ok(order_in(&text, place, end))
 }
 
-/// As [`order_of`], for the text of a record.
+/// Like [`order_of`], for the text of a record.
 pub(super) fn order_in(text: &str, place: &str, end: u64) -> PrefetchOrder {
     PrefetchOrder::new(text.lines().filter_map(|line| {
         let (block, of) = line.split_once(' ')?;

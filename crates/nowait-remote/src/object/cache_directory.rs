@@ -38,7 +38,7 @@ pub(super) struct CacheDirectory {
     /// The directory of the object.
     #[cfg(any(test, feature = "fuzz"))]
     pub(super) path: PathBuf,
-    /// What the checksums of its blocks begin with.
+    /// The seed of the checksums of its blocks.
     pub(super) key: [u8; 32],
     /// That directory, with a lock, so that it is not removed.
     open: OwnedFd,
@@ -148,7 +148,7 @@ fn is_own(found: &Metadata) -> bool {
 /// Why a cache is not kept in the directory that was `found`.
 fn refusal(found: &Metadata) -> Option<&'static str> {
     if !found.is_dir() {
-        return Some("is no directory");
+        return Some("is not a directory");
     }
     if !is_own(found) {
         return Some("is another user's, who could put other bytes into it");

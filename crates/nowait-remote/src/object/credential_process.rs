@@ -169,7 +169,7 @@ impl Program<'_> {
                 return Err("was ended with the server".into());
             }
             if count == 0 {
-                return Err(format!("has not ended within {} s", RUN_TIME.as_secs()));
+                return Err(format!("has not exited within {} s", RUN_TIME.as_secs()));
             }
             // All that it has printed is in the pipes when it has exited.
             stdout.read(has_ended);
@@ -194,8 +194,8 @@ impl Program<'_> {
 
 fn has_failed(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
-        (Some(code), _) => format!("has ended with status {code}"),
-        (None, signal) => format!("was ended by signal {}", signal.unwrap_or_default()),
+        (Some(code), _) => format!("exited with status {code}"),
+        (None, signal) => format!("was killed by signal {}", signal.unwrap_or_default()),
     }
 }
 
@@ -316,14 +316,14 @@ mod tests {
         assert_eq!(more.unwrap_err(), "prints more than 64 KiB");
         assert_eq!(output(shell("yes")).unwrap_err(), "prints more than 64 KiB");
         let told = shell("printf \"a\\033[2J\\nb\" >&2; echo secret; exit 3");
-        assert_eq!(told.output, Err("has ended with status 3".into()));
+        assert_eq!(told.output, Err("exited with status 3".into()));
         assert_eq!(told.messages, r"a\u{1b}[2J\nb");
         let long = shell("yes abc | head -c 1000000 >&2");
         assert_eq!((output(long), MESSAGE_CHARACTERS), (Ok(String::new()), 300));
         assert_eq!(shell("yes | head -c 1000000 >&2").messages.len(), MESSAGE_CHARACTERS);
-        assert_eq!(output(shell("kill -9 $$")).unwrap_err(), "was ended by signal 9");
+        assert_eq!(output(shell("kill -9 $$")).unwrap_err(), "was killed by signal 9");
         let hangs = run_within("sleep 1000", None, Duration::from_millis(50));
-        assert!(hangs.output.unwrap_err().starts_with("has not ended within"));
+        assert!(hangs.output.unwrap_err().starts_with("has not exited within"));
         let absent = output(run_credential_process("/none/such a", None)).unwrap_err();
         assert_eq!(absent, "cannot be started: No such file or directory");
     }

@@ -1,4 +1,4 @@
-//! What is wrong with an answer of a store, or with there being none.
+//! Faults of an answer of a store, or with there being none.
 //!
 //! Invariant: the text of a fault is one line without a secret: no URL and no header is in it.
 
@@ -46,7 +46,7 @@ impl Fault {
         }
     }
 
-    /// As [`Fault::of`], for the read of an object that was opened. Credentials that have expired and are
+    /// Like [`Fault::of`], for the read of an object that was opened. Credentials that have expired and are
     /// `renewable` may be replaced soon.
     pub(super) fn of_read(error: &object_store::Error, renewable: bool) -> Self {
         match bad_answer(error) {

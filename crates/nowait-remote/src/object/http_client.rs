@@ -1,6 +1,6 @@
 //! HTTP requests: hyper and rustls behind the interface of the object-store library.
 //!
-//! Invariant: an answer that is no success is an error that says its status and the store's code, and
+//! Invariant: an answer that is not a success is an error that says its status and the store's code, and
 //! no more; no request that was to be encrypted is sent in the clear.
 
 use std::sync::Arc;
@@ -86,7 +86,7 @@ impl Connector {
         Self::trusting(roots, follows, timeout, auth)
     }
 
-    /// As [`Connector::new`], with the authorities in `roots`.
+    /// Like [`Connector::new`], with the authorities in `roots`.
     pub(super) fn trusting(
         roots: RootCertStore,
         follows: bool,
@@ -205,7 +205,9 @@ fn refused(answer: BadAnswer) -> HttpError {
 }
 
 fn redirected(from: &Uri, target: &str) -> Result<Uri, HttpError> {
-    let wrong = || refused(BadAnswer::Redirect("the server redirects to what is no web address"));
+    let wrong = || {
+        refused(BadAnswer::Redirect("the server redirects to something that is not a web address"))
+    };
     let from = Url::parse(&from.to_string()).map_err(|_| wrong())?;
     let target = from.join(target).map_err(|_| wrong())?;
     match (from.scheme(), target.scheme()) {

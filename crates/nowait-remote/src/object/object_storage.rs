@@ -99,17 +99,17 @@ impl ObjectStorage {
         let thread = std::thread::Builder::new().name("nowait-store".into());
         let serve = move || serve(&url, &options, inbox, counted, &opened);
         thread.spawn(serve).map_err(|error| format!("cannot start a thread: {error}"))?;
-        let version = version.recv().map_err(|_| "its thread has ended")??;
+        let version = version.recv().map_err(|_| "its thread has exited")??;
         Ok(Self { jobs, version, counters })
     }
 
-    /// What was asked of the store so far.
+    /// Counters of what was asked of the store so far.
     #[must_use]
     pub const fn counters(&self) -> &Arc<StoreCounters> {
         &self.counters
     }
 
-    /// What names this version of the object: its size, and its ETag or date.
+    /// The name of this version of the object: its size, and its ETag or date.
     #[must_use]
     pub fn identity(&self) -> String {
         self.version.identity()

@@ -30,7 +30,7 @@ const PARTS_AT_ONCE: u64 = 4;
 const BYTES_AT_ONCE: u64 = 256 << 20;
 /// The most threads that wait for names of hosts.
 const RESOLVER_THREADS: usize = 4;
-const ENDED: &str = "its thread has ended";
+const ENDED: &str = "its thread has exited";
 
 /// How an object is uploaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -190,7 +190,7 @@ impl AsFd for ObjectUpload {
 }
 
 impl Drop for ObjectUpload {
-    /// As [`ObjectUpload::abort`], where nothing has ended it.
+    /// Like [`ObjectUpload::abort`], where nothing has ended it.
     fn drop(&mut self) {
         let _ = self.end();
     }

@@ -250,7 +250,7 @@ mod tests {
                 Step::Wait => drop(credentials.0.ended.wait(state).unwrap()),
             }
         };
-        let told = "the program of the profile 'p' (credential_process) has ended with status 1: it is locked";
+        let told = "the program of the profile 'p' (credential_process) exited with status 1: it is locked";
         assert_eq!(error(&credentials), told);
         // During the pause it is not run again.
         assert_eq!((error(&credentials).as_str(), credentials.lock().failed), (told, 1));

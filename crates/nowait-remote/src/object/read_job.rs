@@ -7,7 +7,7 @@ use std::sync::mpsc::Sender;
 
 use nowait::{ByteRange, PendingTransfer};
 
-/// What a read returns: its bytes, or a positive errno.
+/// The result of a read: its bytes, or a positive errno.
 pub(super) type Answer = Result<Vec<u8>, i32>;
 
 /// The origin of a read, which learns of its end.

@@ -28,7 +28,7 @@ pub(super) fn read(
     if bytes.len() as u64 > most {
         return Err(wrong(&format!("it is too long for {what}")));
     }
-    let text = String::from_utf8(bytes).map_err(|_| wrong("it is no text in UTF-8"))?;
+    let text = String::from_utf8(bytes).map_err(|_| wrong("it is not text in UTF-8"))?;
     Ok(Some((text, found)))
 }
 
@@ -58,6 +58,6 @@ mod tests {
         assert_eq!(read(&path, 4, "a test").unwrap().unwrap().0, "1234");
         assert!(read(&path, 3, "a test").unwrap_err().ends_with("file: it is too long for a test"));
         std::fs::write(&path, [0xff]).unwrap();
-        assert!(read(&path, 4, "a test").unwrap_err().ends_with("file: it is no text in UTF-8"));
+        assert!(read(&path, 4, "a test").unwrap_err().ends_with("file: it is not text in UTF-8"));
     }
 }

@@ -140,7 +140,7 @@ impl Object {
         Ok(Self { renewable: is_renewed || object.renewable, ..object })
     }
 
-    /// As [`Object::new`], with requests by `connector`.
+    /// Like [`Object::new`], with requests by `connector`.
     pub(super) fn over(
         url: &ObjectUrl,
         timeouts: Timeouts,

@@ -15,7 +15,7 @@ pub struct BackOff {
 }
 
 impl BackOff {
-    /// That of requests to an object store.
+    /// Pauses of requests to an object store.
     pub const STORE: Self =
         Self { first: Duration::from_millis(100), longest: Duration::from_secs(10) };
 

@@ -1,4 +1,4 @@
-//! What a client of a store decides without I/O: when it asks again, which blocks it asks for at
+//! Decisions of a client of a store, without I/O: when it asks again, which blocks it asks for at
 //! once, and which ones ahead.
 //!
 //! Invariant: a decision depends on its arguments only, so that the simulation of many hosts

@@ -196,7 +196,7 @@ fn an_object_that_changes_is_an_error_from_then_on_and_never_a_mixture() {
         assert!(read(&disk, 0, 4096).unwrap() == object[..4096]);
         change(&server);
         assert!(read(&disk, 4 * MIB, 4096).is_err(), "{n}");
-        // What is in memory is of the old object: it is no part of a disk any more.
+        // What is in memory is of the old object: it is not a part of a disk any more.
         assert!(read(&disk, 0, 4096).is_err(), "{n}");
     }
 }

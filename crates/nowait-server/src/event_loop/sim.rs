@@ -139,7 +139,7 @@ impl Simulated {
         exports.iter().all(|export| export.wait_unused(Duration::ZERO)) && self.in_flight() == 0
     }
 
-    /// What it has left.
+    /// The budget that is left.
     pub fn take_parked(&mut self) -> Vec<SimParked> {
         let EventLoop { frontend, context, shared, .. } = &mut self.thread;
         // A real thread goes on with those that have not chosen an export.
@@ -212,7 +212,7 @@ pub struct SimulatedVhost {
 }
 
 impl SimulatedVhost {
-    /// As [`Simulated::new`].
+    /// Like [`Simulated::new`].
     ///
     /// # Errors
     /// As [`Simulated::new`].
@@ -282,7 +282,7 @@ impl SimulatedVhost {
         self.stopped_at
     }
 
-    /// As [`Simulated::run_once`].
+    /// Like [`Simulated::run_once`].
     ///
     /// # Errors
     /// As [`Simulated::run_once`].
@@ -290,12 +290,12 @@ impl SimulatedVhost {
         self.thread.simulate_once(waits)
     }
 
-    /// As [`Simulated::change`].
+    /// Like [`Simulated::change`].
     pub fn change(&mut self, change: SimChange) {
         self.thread.change(&self.export, change);
     }
 
-    /// As [`Simulated::in_flight`].
+    /// Like [`Simulated::in_flight`].
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.thread.context.engine.in_flight()
@@ -318,7 +318,7 @@ impl Drop for SimulatedUblk {
 }
 
 impl SimulatedUblk {
-    /// As [`Simulated::new`], with `depth` tags and requests of at most `max_io_bytes` bytes.
+    /// Like [`Simulated::new`], with `depth` tags and requests of at most `max_io_bytes` bytes.
     ///
     /// # Errors
     /// As [`Simulated::new`].
@@ -389,7 +389,7 @@ impl SimulatedUblk {
         self.queue.die(reach);
     }
 
-    /// As [`Simulated::run_once`].
+    /// Like [`Simulated::run_once`].
     ///
     /// # Errors
     /// As [`Simulated::run_once`].
@@ -397,12 +397,12 @@ impl SimulatedUblk {
         self.thread.simulate_once(waits)
     }
 
-    /// As [`Simulated::change`].
+    /// Like [`Simulated::change`].
     pub fn change(&mut self, change: SimChange) {
         self.thread.change(&self.export, change);
     }
 
-    /// As [`Simulated::in_flight`].
+    /// Like [`Simulated::in_flight`].
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.thread.context.engine.in_flight()

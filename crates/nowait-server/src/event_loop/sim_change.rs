@@ -1,4 +1,4 @@
-//! What an operator changes of an export while it is served, for simulations.
+//! Changes that an operator makes of an export while it is served, for simulations.
 //!
 //! Invariant: a change takes effect in the same iteration in every run: a limit here lets some requests
 //! through immediately and the next ones a day later, so that no clock decides.
@@ -15,7 +15,7 @@ use crate::registered_export::RegisteredExport;
 pub enum SimChange {
     /// All clients together may do no more than a little.
     LimitExport,
-    /// The same of each client.
+    /// Limits of each client.
     LimitClients,
     /// There are no limits.
     LiftLimits,

@@ -201,7 +201,7 @@ mod tests {
         let header = RequestHeader { flags, command, cookie: 1, offset: 4096, length: 512 };
         match translate(export, TransmissionMode::default(), &header) {
             Command::Io(io) => io,
-            _ => panic!("command {command} is no request for the engine"),
+            _ => panic!("command {command} is not a request for the engine"),
         }
     }
 

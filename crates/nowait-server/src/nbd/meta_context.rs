@@ -98,7 +98,7 @@ pub(crate) struct ChosenContexts {
 }
 
 impl ChosenContexts {
-    /// Those of `fixed` and `bitmaps` that `queries` name: of `OPT_SET_META_CONTEXT` if it is to `select` them, else of
+    /// Contexts of `fixed` and `bitmaps` that `queries` name: of `OPT_SET_META_CONTEXT` if it is to `select` them, else of
     /// `OPT_LIST_META_CONTEXT`, where no query names all.
     pub(crate) fn of(
         select: bool,

@@ -425,7 +425,7 @@ impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
             if let Some(connection) = self.connections.get(number) {
                 refusal_log::note(
                     Refusal::Handshake,
-                    format_args!("{} has not ended its handshake in time", connection.peer),
+                    format_args!("{} has not completed its handshake in time", connection.peer),
                 );
             }
             self.close(context, number);

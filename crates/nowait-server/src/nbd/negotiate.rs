@@ -35,7 +35,7 @@ pub(crate) trait ExportDirectory: ExportList + Send + Sync {
     fn keep(&self, export: ExportId, connection: HandoffConnection);
 }
 
-/// What the handshakes of a thread have in common.
+/// State that the handshakes of a thread have in common.
 pub(crate) struct Handshakes {
     pub(crate) deadlines: HandshakeDeadlines,
     pub(crate) directory: Arc<dyn ExportDirectory>,

@@ -19,11 +19,11 @@ const HALF_BATCH_REQUESTS: RangeInclusive<u64> = 12..=32;
 const HALF_BATCH_BYTES: usize =
     *HALF_BATCH_REQUESTS.start() as usize * ReplyMode::Simple.request_bytes();
 
-/// What the next bytes of the input are.
+/// Kinds of the next bytes of the input.
 pub(crate) enum Parsed {
     /// The input ends within a header or a payload.
     NeedMore,
-    /// They are no request, or no end of one.
+    /// They are not a request, or not the end of one.
     Malformed,
     /// This many bytes of a payload.
     Bytes(usize),

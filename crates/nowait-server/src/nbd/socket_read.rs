@@ -19,7 +19,7 @@ use crate::nbd::write_split::IncomingSplitWrite;
 /// Beyond it: the socket is not read.
 pub(crate) const RECEIVE_BYTES: usize = 256 << 10;
 
-/// What all connections of a thread receive into.
+/// The buffer that all connections of a thread receive into.
 pub(crate) struct ReadBuffers {
     received: Vec<u8>,
     /// The decrypted contents of `received`, for TLS.
@@ -32,7 +32,7 @@ impl Default for ReadBuffers {
     }
 }
 
-/// What the connections of a thread share.
+/// State that the connections of a thread share.
 pub(crate) struct SharedState {
     pub(crate) requests: Requests,
     pub(crate) handshakes: Handshakes,

@@ -61,7 +61,10 @@ impl Connection {
             Parsed::Malformed => {
                 refusal_log::note(
                     Refusal::Protocol,
-                    format_args!("{} sent what is no request, or no end of one", self.peer),
+                    format_args!(
+                        "{} sent something that is not a request, or not the end of one",
+                        self.peer
+                    ),
                 );
                 self.session.abort();
                 ParseProgress::NeedMore

@@ -31,7 +31,7 @@ const SERVER_KEY: &str = "server-key.pem";
 /// Beyond it: the file is refused.
 const MAX_KEY_BYTES: u64 = 1 << 20;
 /// Error message for a key that the cryptography does not take.
-const KEYS: &str = "it is no key that can be used: RSA keys need 2048, 3072 or 4096 bits, ECDSA keys \
+const KEYS: &str = "it is not a key that can be used: RSA keys need 2048, 3072 or 4096 bits, ECDSA keys \
                     the curve P-256 or P-384; Ed25519 keys are taken too";
 /// Permission bits of other users in a file's mode.
 const OTHERS: u32 = 0o007;
@@ -125,7 +125,7 @@ impl Credentials {
         *lock(&self.0) = config;
     }
 
-    /// What a session begins with now.
+    /// The configuration that a session begins with now.
     #[must_use]
     pub fn config(&self) -> Arc<ServerConfig> {
         lock(&self.0).clone()

@@ -62,7 +62,7 @@ impl TlsSession {
     /// Decrypts bytes of the socket, and passes the plaintext to `sink`, piece by piece.
     ///
     /// # Errors
-    /// The bytes are no TLS, or the TLS handshake fails. Then nothing more can be decrypted, and
+    /// The bytes are not TLS, or the TLS handshake fails. Then nothing more can be decrypted, and
     /// [`TlsSession::send`] sends the alert.
     pub(crate) fn decrypt(
         &mut self,

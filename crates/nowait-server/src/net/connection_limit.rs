@@ -158,7 +158,7 @@ impl ConnectionPermit {
         self.list(frontend, peer, None);
     }
 
-    /// The same for one whose thread is in a call that ends when `socket` is shut down.
+    /// A place for a connection whose thread is in a call that ends when `socket` is shut down.
     pub(crate) fn describe_socket(&self, frontend: FrontendKind, peer: String, socket: UnixStream) {
         self.list(frontend, peer, Some(socket));
     }

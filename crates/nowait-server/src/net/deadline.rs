@@ -31,7 +31,7 @@ pub fn call_until<T>(
         if left.is_some_and(|left| left.is_zero()) {
             return Err(Errno::AGAIN.into());
         }
-        // A time that is too long for the kernel is no bound.
+        // A time that is too long for the kernel is not a bound.
         let left = left.and_then(|left| Timespec::try_from(left).ok());
         match poll(&mut [PollFd::new(&socket, ready)], left.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}

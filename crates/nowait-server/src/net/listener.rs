@@ -66,7 +66,7 @@ impl Listener {
     /// Listens on a Unix socket at `path`. Takes over a stale socket file.
     ///
     /// # Errors
-    /// `EADDRINUSE`: another server listens there, or the file is no socket; the errors of bind(2).
+    /// `EADDRINUSE`: another server listens there, or the file is not a socket; the errors of bind(2).
     pub fn unix(path: &Path) -> io::Result<Self> {
         // Holds the lock until the socket listens and its inode is known: until then another server
         // could take it for stale.
@@ -136,11 +136,12 @@ impl Listener {
     /// Takes over a listening socket that another process has bound.
     ///
     /// # Errors
-    /// `InvalidInput`: it is no socket, no Unix or TCP one, or does not listen; the errors of
+    /// `InvalidInput`: it is not a socket, no Unix or TCP one, or does not listen; the errors of
     /// fcntl(2).
     pub fn inherited(socket: OwnedFd) -> io::Result<Self> {
         let refuse = |why| io::Error::new(io::ErrorKind::InvalidInput, why);
-        let listens = sockopt::socket_acceptconn(&socket).map_err(|_| refuse("it is no socket"))?;
+        let listens =
+            sockopt::socket_acceptconn(&socket).map_err(|_| refuse("it is not a socket"))?;
         let stream = sockopt::socket_type(&socket)? == SocketType::STREAM;
         let kind = match sockopt::socket_domain(&socket)? {
             AddressFamily::UNIX if stream => Kind::Unix { socket: socket.into(), own: None },

@@ -40,7 +40,7 @@ pub struct PausedServer {
 pub struct PausedExport(PausedServer);
 
 impl Shared {
-    /// As [`crate::Exports::pause`].
+    /// Like [`crate::Exports::pause`].
     pub(crate) fn pause(self: &Arc<Self>, timeout: Duration) -> Result<PausedServer, ExportError> {
         let deadline = Instant::now() + timeout;
         let paused = self.pause_exports(self.registry.all(), deadline)?;
@@ -59,7 +59,7 @@ impl Shared {
         if has_all { Ok(paused) } else { Err(ExportError::DoesNotEnd) }
     }
 
-    /// As [`crate::Exports::pause_export`].
+    /// Like [`crate::Exports::pause_export`].
     pub(crate) fn pause_export(
         self: &Arc<Self>,
         id: ExportId,

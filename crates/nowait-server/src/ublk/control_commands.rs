@@ -1,4 +1,4 @@
-//! What a running device is told through its driver: another size, hand-over to the next server, stop,
+//! Commands to a running device through its driver: another size, hand-over to the next server, stop,
 //! delete.
 //!
 //! Invariant: each call ends within a bound, and is made on a thread of its own: the driver may wait

@@ -67,7 +67,7 @@ impl ControlRing {
         }
     }
 
-    /// What the driver knows of device `id`; `None` if there is no such device.
+    /// The state of device `id` in the driver; `None` if there is no such device.
     ///
     /// # Errors
     /// The errno of the driver: `EPERM`, `EACCES`.

@@ -37,7 +37,7 @@ pub(crate) const APPEAR_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often a wait looks again.
 pub(crate) const RETRY: Duration = Duration::from_millis(50);
 
-/// What a node is made from.
+/// Options that a node is made from.
 #[derive(Clone, Debug)]
 pub struct UblkOptions {
     /// Its number; any free one without it.

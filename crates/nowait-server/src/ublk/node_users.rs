@@ -13,7 +13,7 @@ const MAX_NAMED: usize = 4;
 /// A user of which there is only the driver's word, for example in another mount namespace.
 pub(crate) const INVISIBLE: &str = "something that is not visible from here";
 
-/// What visibly uses the node of device `id`, one text for each user.
+/// Visible users of the node of device `id`, one text for each user.
 pub(crate) fn visible(id: u32) -> Vec<String> {
     let node = format!("/dev/ublkb{id}");
     let mut users = mounts(&node);
@@ -22,7 +22,7 @@ pub(crate) fn visible(id: u32) -> Vec<String> {
     users
 }
 
-/// What uses the node of device `id`, one text for each user; empty if nothing does. For a moment the
+/// Users of the node of device `id`, one text for each user; empty if nothing does. For a moment the
 /// node is claimed, so that a mount(8) would be refused: this is for a device that is to be stopped.
 pub(crate) fn of(id: u32) -> Vec<String> {
     let node = format!("/dev/ublkb{id}");

@@ -170,7 +170,7 @@ impl RequestData {
         }
     }
 
-    /// Takes a buffer back. One that is no tag's own is dropped.
+    /// Takes a buffer back. One that is not a tag's own is dropped.
     #[inline]
     pub(crate) fn put_buffer(&mut self, tag: u16, buffer: PooledBuffer) {
         if let Self::Copied { buffers, .. } = self

@@ -19,7 +19,7 @@ pub(crate) struct Descriptors {
 }
 
 impl Descriptors {
-    /// Those of queue `queue`, which has `depth` tags, of the character device.
+    /// Descriptors of queue `queue`, which has `depth` tags, of the character device.
     ///
     /// # Errors
     /// The errno of mmap(2).

@@ -25,7 +25,7 @@ pub struct SimUblkRequest {
     pub op: Op,
     /// It is durable when it is answered.
     pub fua: bool,
-    /// What it zeroes keeps its storage.
+    /// A zeroed range keeps its storage.
     pub no_unmap: bool,
     /// Position in bytes, a multiple of 512.
     pub pos: u64,

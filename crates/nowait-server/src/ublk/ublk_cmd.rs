@@ -130,7 +130,7 @@ impl From<u16> for DeviceState {
     }
 }
 
-/// What the driver knows of a device (`struct ublksrv_ctrl_dev_info`).
+/// The state of a device in the driver (`struct ublksrv_ctrl_dev_info`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DeviceInfo {
     pub(crate) queues: u16,

@@ -220,7 +220,7 @@ impl UblkDevice {
         self.lost.load(Ordering::Acquire)
     }
 
-    /// As [`UblkNode::start`].
+    /// Like [`UblkNode::start`].
     pub(crate) fn start(&self) -> Result<(), UblkError> {
         let (info, recovers) = (self.info, self.is_recovered());
         let parameters = Parameters { size: self.size(), ..self.parameters };

@@ -25,7 +25,7 @@ pub struct UblkStatus {
     pub id: u32,
     /// The path of its node.
     pub node: String,
-    /// What it does: `served`, `waiting` (for a server), `failing` (without one), `stopped`, or
+    /// Its state: `served`, `waiting` (for a server), `failing` (without one), `stopped`, or
     /// `unknown`.
     pub state: &'static str,
     /// The process that serves it.
@@ -36,7 +36,7 @@ pub struct UblkStatus {
     pub queues: u16,
     /// The most requests of a queue in flight.
     pub depth: u16,
-    /// What uses the node, in words, as far as this process may see it.
+    /// Users of the node, in words, as far as this process may see it.
     pub users: Vec<String>,
 }
 
@@ -83,7 +83,7 @@ pub fn ublk_devices() -> Result<Vec<UblkStatus>, UblkError> {
     all.ok_or_else(|| UblkError::new("the ublk driver does not answer"))
 }
 
-/// What the ublk driver of this host can do, by the names of its header (without `UBLK_F_`); a
+/// Features of the ublk driver of this host, by the names of its header (without `UBLK_F_`); a
 /// feature of a newer header is its bit: `bit 30`.
 ///
 /// # Errors

@@ -146,7 +146,7 @@ impl RequestReader {
         others
     }
 
-    /// The same in the memory of this process.
+    /// The segment in the memory of this process.
     ///
     /// # Errors
     /// [`Malformed`]: a part of them is in no region.

@@ -58,7 +58,7 @@ struct ControlState {
     connection: Option<UnixStream>,
     /// Where its VMM is told of changes, if it has handed that over.
     channel: Option<OwnedFd>,
-    /// What its VMM has set up.
+    /// The set-up by its VMM.
     device: Option<Arc<Mutex<Device>>>,
     /// No device runs for a while.
     suspended: bool,
@@ -294,7 +294,7 @@ pub(crate) enum DeviceSocket {
     Connected(UnixStream),
     /// One after the other listens at this path, and is connected to.
     ConnectsTo(PathBuf),
-    /// What another process has handed over.
+    /// The state that another process has handed over.
     Paused(PausedDevice),
 }
 

@@ -1,4 +1,4 @@
-//! What the device tells its driver: features, and the configuration of a virtio block device.
+//! Everything that the device tells its driver: features, and the configuration of a virtio block device.
 //!
 //! Invariant: nothing is promised that the export does not have.
 

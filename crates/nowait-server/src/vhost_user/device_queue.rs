@@ -35,7 +35,7 @@ struct InFlight {
     written: u32,
     /// The parts of the memory that it writes to, while the VMM keeps a log.
     logged: Vec<(u64, u64)>,
-    /// What comes after it.
+    /// The request that comes after it.
     rest: Option<Box<Rest>>,
 }
 
@@ -47,7 +47,7 @@ impl InFlight {
     }
 }
 
-/// What is left of a long request, which the engine gets piece by piece.
+/// The rest of a long request, which the engine gets piece by piece.
 struct Rest {
     request: BlockRequest,
     io: Request,

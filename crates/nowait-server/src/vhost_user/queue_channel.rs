@@ -1,4 +1,4 @@
-//! What the thread of a socket tells a serving thread: to start, change or stop a queue.
+//! Commands of the thread of a socket to a serving thread: to start, change or stop a queue.
 //!
 //! Invariant: a started queue is in one channel or on one thread, and is stopped by the answer to
 //! its stop, or with the thread.
@@ -26,7 +26,7 @@ pub(crate) struct QueueId(pub(crate) u64);
 
 /// The state that the queues of a device share with its control thread.
 pub(crate) struct DeviceState {
-    /// What drivers are told as its name.
+    /// The name that drivers are told.
     pub(crate) id: [u8; ID_BYTES],
     /// The socket's path, for messages.
     label: String,
@@ -96,7 +96,7 @@ pub(crate) fn signal(eventfd: &OwnedFd) {
     let _ = rustix::io::write(eventfd, &1u64.to_ne_bytes());
 }
 
-/// What a thread is told.
+/// Commands to a thread.
 pub(crate) enum QueueCommand {
     /// A queue of a device of the export in use starts.
     Start(ExportUse, Box<QueueStart>),

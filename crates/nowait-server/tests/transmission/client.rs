@@ -103,7 +103,7 @@ impl Client {
         Self::greeted(socket, mode).negotiated(with_context)
     }
 
-    /// As `connect`, by TLS with the server whose certificate is `cert`.
+    /// Like `connect`, by TLS with the server whose certificate is `cert`.
     pub(crate) fn connect_encrypted(
         socket: &Path,
         mode: Mode,
@@ -115,7 +115,7 @@ impl Client {
         client.negotiated(mode != Mode::Simple)
     }
 
-    /// As `connect`, to the export called `name`, with `bytes` directly after the choice.
+    /// Like `connect`, to the export called `name`, with `bytes` directly after the choice.
     pub(crate) fn connect_to(socket: &Path, mode: Mode, name: &str, bytes: &[u8]) -> Self {
         Self::greeted(socket, mode).chosen(name, mode != Mode::Simple, bytes)
     }
@@ -201,7 +201,7 @@ impl Client {
         self.cookie
     }
 
-    /// As `call`, with the given cookie.
+    /// Like `call`, with the given cookie.
     pub(crate) fn call_as(&mut self, cookie: u64, request: Request<'_>) -> Outcome {
         self.cookie = cookie.wrapping_sub(1);
         self.call(request)

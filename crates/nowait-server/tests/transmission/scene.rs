@@ -66,20 +66,20 @@ impl Scene {
         Self::configured(size, data, options, Config::default(), Tls::Off)
     }
 
-    /// As `new`, with an engine of `slots` slots.
+    /// Like `new`, with an engine of `slots` slots.
     pub(crate) fn with_slots(size: u64, data: &[(u64, u64)], slots: u32) -> Self {
         let config = Config { slots, ..Config::default() };
         Self::configured(size, data, locked(), config, Tls::Off)
     }
 
-    /// As `new`, with TLS on offer. Also returns the server's certificate.
+    /// Like `new`, with TLS on offer. Also returns the server's certificate.
     pub(crate) fn with_tls(size: u64, data: &[(u64, u64)]) -> (Self, CertificateDer<'static>) {
         let (credentials, cert) = stream::credentials();
         let (options, tls) = (locked(), Tls::Offered(credentials));
         (Self::configured(size, data, options, Config::default(), tls), cert)
     }
 
-    /// As `new`, with a second export called [`OTHER`], of the same size, filled with
+    /// Like `new`, with a second export called [`OTHER`], of the same size, filled with
     /// [`OTHER_BYTE`].
     pub(crate) fn with_other(size: u64, data: &[(u64, u64)]) -> Self {
         let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();

@@ -4,7 +4,7 @@
 
 use super::timeline::Time;
 
-/// What reads are multiples of, in bytes.
+/// The unit of reads, in bytes.
 pub(super) const PAGE: u64 = 4096;
 
 /// A read.

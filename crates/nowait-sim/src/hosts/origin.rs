@@ -1,4 +1,4 @@
-//! What requests are sent to: the store, or a rack's server. Its responses share one link.
+//! Origins that requests are sent to: the store, or a rack's server. Its responses share one link.
 //!
 //! Invariant: a response waits for its turn on the link for as long as one part of each other
 //! response takes, so that connections share it evenly.
@@ -24,7 +24,7 @@ pub(super) fn nanoseconds_a_byte(bandwidth: f64) -> f64 {
     8e9 / bandwidth
 }
 
-/// What an origin does with a request.
+/// The fate of a request at an origin.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Answer {
     /// It answers `503 Slow Down` or an error of its own, at that time.

@@ -1,4 +1,4 @@
-//! What a simulation has shown, as a row of a table and as JSON.
+//! Results of a simulation, as a row of a table and as JSON.
 
 use serde::Serialize;
 
@@ -29,9 +29,9 @@ pub struct Outcome {
     pub boots: u64,
     /// The time of a boot that half of the machines do not exceed; `None`: no boot has ended.
     pub boot_p50: Option<f64>,
-    /// The same for 95 of 100.
+    /// Seconds that 95 of 100 stayed within.
     pub boot_p95: Option<f64>,
-    /// The same for 99 of 100.
+    /// Seconds that 99 of 100 stayed within.
     pub boot_p99: Option<f64>,
     /// The longest wait of a read, in seconds.
     pub longest_read: f64,

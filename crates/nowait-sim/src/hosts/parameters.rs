@@ -1,4 +1,4 @@
-//! What is simulated: the store, the hosts, the boot, and what of nowait is switched on.
+//! Parameters of a simulation: the store, the hosts, the boot, and what of nowait is switched on.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ pub enum Plan {
     Download,
     /// Blocks are in memory for a short time only.
     NoCache,
-    /// What was read stays in a cache that is empty at first.
+    /// Blocks that were read stay in a cache that is empty at first.
     Cache,
     /// A cache that is empty at first, filled ahead in the order of an earlier boot.
     Prefetch,
@@ -32,7 +32,7 @@ pub enum Plan {
     WarmCache,
     /// Hosts without a cache behind a server for each rack, which has one.
     RackCache,
-    /// The same, and the rack's server fills its cache ahead.
+    /// A cache, and the rack's server fills its cache ahead.
     RackPrefetch,
 }
 
@@ -80,10 +80,10 @@ pub enum GiveUp {
     Store,
 }
 
-/// What a boot reads.
+/// Reads of a boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BootReads {
-    /// What a machine with Debian has read.
+    /// Reads of a machine with Debian.
     Recorded,
     /// Files of random sizes at random places.
     Synthetic {
@@ -97,7 +97,7 @@ pub enum BootReads {
 /// The image and its boot.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BootParameters {
-    /// What it reads.
+    /// Its reads.
     pub reads: BootReads,
     /// The time of a boot whose reads take no time, in seconds.
     pub think_seconds: f64,

@@ -1,4 +1,4 @@
-//! What happens in a second: a limit, and the most that there was.
+//! Events in a second: a limit, and the most that there was.
 //!
 //! Invariant: what a limit lets pass in a time is at most its rate times that time, and its burst.
 

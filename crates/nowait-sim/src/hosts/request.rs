@@ -2,7 +2,7 @@
 
 use super::timeline::Time;
 
-/// What a request is for.
+/// The purpose of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Purpose {
     /// The question whether the image is the one that is known, without data.
@@ -22,7 +22,7 @@ impl Purpose {
     }
 }
 
-/// What waits for the end of a request.
+/// Waiters for the end of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Waiter {
     /// A process of a machine.
@@ -51,7 +51,7 @@ pub(super) enum Fate {
     Refused,
 }
 
-/// What happens at a time.
+/// Events at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Event {
     /// A host starts.

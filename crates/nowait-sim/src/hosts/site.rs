@@ -15,7 +15,7 @@ use super::parameters::{DOWNLOAD_REQUESTS, MEMORY_BLOCKS, PREFETCH_REQUESTS, RUN
 use super::request::Purpose;
 use super::timeline::Time;
 
-/// What a site must do so that a range can be read.
+/// Steps of a site so that a range can be read.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Missing {
     /// Requests in flight that bring a part of it.
@@ -24,7 +24,7 @@ pub(super) struct Missing {
     pub(super) ranges: Vec<(u64, u64)>,
 }
 
-/// What a site has of the image.
+/// Parts of the image that a site has.
 #[derive(Clone, Debug)]
 pub(super) enum Contents {
     /// Nothing is kept: what reads a rack's server has it there.
@@ -40,7 +40,7 @@ pub(super) enum Contents {
 /// A host or a rack's server.
 #[derive(Debug)]
 pub(super) struct Site {
-    /// What it sends its requests to.
+    /// The origin that it sends its requests to.
     pub(super) origin: u32,
     contents: Contents,
     in_flight: HashMap<u64, u32>,
@@ -50,7 +50,7 @@ pub(super) struct Site {
     behind_reads: BTreeSet<u64>,
     /// Blocks that were fetched because a record has them.
     from_record: BlockSet,
-    /// What it fetches ahead, and whether that is all that it does until it has it.
+    /// Blocks that it fetches ahead, and whether that is all that it does until it has it.
     cursor: Option<PrefetchCursor>,
     downloads: bool,
     /// Requests ahead that are in flight.
@@ -110,7 +110,7 @@ impl Site {
         }
     }
 
-    /// What is missing of `len` bytes at `pos`.
+    /// Ranges that are missing of `len` bytes at `pos`.
     pub(super) fn missing(&self, pos: u64, len: u64) -> Missing {
         if matches!(self.contents, Contents::Nothing) {
             return Missing { in_flight: Vec::new(), ranges: vec![(pos, len)] };

@@ -30,7 +30,7 @@ pub(super) fn phases(
     phases
 }
 
-/// What one process reads: `bytes` in files, each from its beginning to its end.
+/// Reads of one process: `bytes` in files, each from its beginning to its end.
 fn lane_of(image_bytes: u64, bytes: u64, think_seconds: f64, random: &mut Random) -> Vec<Read> {
     let mut reads = Vec::new();
     let mut left = bytes;

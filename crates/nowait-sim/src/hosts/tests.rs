@@ -1,4 +1,4 @@
-//! What has to hold for every simulation of many hosts.
+//! Properties of every simulation of many hosts.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! What happens when, in virtual time.
+//! Events in virtual time.
 //!
 //! Invariant: time does not go back; of two events at the same time, the one that was planned first
 //! happens first.

@@ -20,7 +20,7 @@ pub(super) const STORE: u32 = 0;
 /// After this time without a byte an attempt is given up.
 pub(super) const IDLE: Time = IDLE_LIMIT.as_nanos() as Time;
 
-/// What was waited for has ended.
+/// The transfer that was waited for is complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Wake {
     /// The machines of a host can start, or never will.
@@ -68,7 +68,7 @@ impl Transfers {
         }
     }
 
-    /// What the store had to bear.
+    /// The load of the store.
     pub(super) fn store(&self) -> Option<&Origin> {
         self.origins.get(STORE as usize)
     }

@@ -136,7 +136,7 @@ impl FarServer {
     /// microseconds.
     ///
     /// # Errors
-    /// They are no requests that a client may send.
+    /// They are not requests that a client may send.
     pub(super) fn take(
         &mut self,
         bytes: &[u8],

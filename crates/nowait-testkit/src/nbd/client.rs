@@ -194,7 +194,7 @@ impl<S: Read + Write> Client<S> {
                 (SIMPLE_REPLY_MAGIC, Mode::Simple | Mode::Structured) => self.simple_reply()?,
                 (CHUNK_MAGIC, Mode::Structured) => self.chunk()?,
                 (EXTENDED_CHUNK_MAGIC, Mode::Extended) => self.chunk()?,
-                (other, mode) => panic!("{other:#x} is no reply in {mode:?}"),
+                (other, mode) => panic!("{other:#x} is not a reply in {mode:?}"),
             };
             if let Some(cookie) = done {
                 let pending = self.pending.remove(&cookie).expect("a pending request");

@@ -1,4 +1,4 @@
-//! What the programs that count instructions have in common: requests of 4 KiB on a queue that does
+//! Requests that the programs that count instructions have in common: of 4 KiB on a queue that does
 //! no I/O, whose completions are checked.
 #![allow(unsafe_code)]
 

@@ -84,7 +84,7 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
         self.flags
     }
 
-    /// The same file; each of its reads and writes has `flags` beside its own, such as
+    /// This file, of which each read and write has `flags` in addition to its own, such as
     /// [`Flags::HIPRI`]. The kernel ignores `HIPRI` in preadv2(2) from Linux 5.19 on (C48).
     #[must_use]
     pub fn with_flags(self, flags: Flags) -> Self {

@@ -79,7 +79,7 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
         self.disk().lock(lock)
     }
 
-    /// As [`BlockingFile::lock`], without waiting.
+    /// Like [`BlockingFile::lock`], without waiting.
     ///
     /// # Errors
     /// As [`BlockDevice::try_lock`](crate::BlockDevice::try_lock).

@@ -63,7 +63,7 @@ pub(crate) async fn call<T: Send + 'static>(
     answer.ok_or(Error::new(libc::EIO, Operation::Wait))
 }
 
-/// As [`call`], with the result of the call itself.
+/// Like [`call`], with the result of the call itself.
 ///
 /// # Errors
 /// Those of the call; `EIO` if it has panicked.

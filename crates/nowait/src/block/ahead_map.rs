@@ -5,7 +5,7 @@
 
 use crate::types::byte_range::ByteRange;
 
-/// What [`crate::OpenOptions::allocate_ahead`] needs of a map. A range that is allocated ahead reads as
+/// A map as [`crate::OpenOptions::allocate_ahead`] needs it. A range that is allocated ahead reads as
 /// a hole and takes writes as data.
 pub trait AheadMap {
     /// Whether the first byte of `range` is known to be a hole without storage.

@@ -34,7 +34,7 @@ const PART_BYTES: u64 = 64 << 10;
 const WINDOWS: usize = 64;
 /// Bytes that precede a write for which the oldest window gives its unused part back.
 const EVICTING_BYTES: u64 = 256 << 10;
-/// What is allocated and unused is at most this part of what the file takes without it.
+/// Space that is allocated and unused is at most this part of what the file takes without it.
 const USED_PART: u64 = 10;
 /// Free bytes of the file system below which nothing is allocated ahead.
 const FREE_BYTES: u64 = 256 << 20;
@@ -97,7 +97,7 @@ impl AllocateAhead {
         target.map.ahead_bytes() < before
     }
 
-    /// As [`AllocateAhead::give_back`], and allocates nothing ahead from now on.
+    /// Like [`AllocateAhead::give_back`], and allocates nothing ahead from now on.
     pub(crate) fn turn_off(&self, target: AheadTarget<'_>) -> bool {
         self.off.store(true, Ordering::Relaxed);
         self.give_back(target)

@@ -28,7 +28,7 @@ const ALL_HOLES: u64 = ALL_MAPPED << 1;
 const GRANULES_PER_WORD: u64 = 32;
 const WORDS_PER_LEAF: u64 = 512;
 const GRANULES_PER_LEAF: u64 = GRANULES_PER_WORD * WORDS_PER_LEAF;
-/// As many as the most granules need.
+/// Leaves that the most granules need.
 const MOST_LEAVES: u64 = MAX_GRANULES / GRANULES_PER_LEAF + 1;
 const MIN_GRANULE_SHIFT: u32 = 12;
 /// The greatest number of granules: with two bits each, 16 MiB for the largest device.
@@ -74,7 +74,7 @@ fn new_leaves(count: u64) -> Box<[Leaf]> {
 /// Which ranges of a file are mapped, holes or unknown: two bits for each granule of 4 KiB or more,
 /// in leaves that are allocated when their granules differ.
 pub struct AllocationCache {
-    /// As many as the granules of the device needed at first.
+    /// Leaves that the granules of the device needed at first.
     leaves: Box<[Leaf]>,
     /// Those behind them, up to [`MOST_LEAVES`], once a device has grown. What is behind all stays
     /// unknown.

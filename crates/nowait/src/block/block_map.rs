@@ -58,7 +58,7 @@ pub trait BlockMap: Send + Sync + 'static {
     /// that is known to need allocation (C36).
     fn map_extent(&self, range: ByteRange, intent: Intent) -> Result<Extent, WouldBlock>;
 
-    /// As [`BlockMap::map_extent`], on a thread that may block; for a write, with its range locked.
+    /// Like [`BlockMap::map_extent`], on a thread that may block; for a write, with its range locked.
     /// A file system allocates during the write. Not called for image formats, which serve such
     /// requests as a whole.
     fn map_extent_blocking(&self, range: ByteRange, intent: Intent) -> Extent {

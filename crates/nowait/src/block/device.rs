@@ -355,7 +355,7 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
         self.nowait
     }
 
-    /// As [`StorageProperties::shares_syncs`] of the storage that is written to.
+    /// Like [`StorageProperties::shares_syncs`] of the storage that is written to.
     pub(crate) fn shares_syncs(&self) -> bool {
         self.primary.properties().shares_syncs
     }

@@ -153,7 +153,7 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
         self.as_file()?.lock(lock, true)
     }
 
-    /// As [`BlockDevice::lock`], without waiting.
+    /// Like [`BlockDevice::lock`], without waiting.
     ///
     /// # Errors
     /// `EAGAIN` if another handle has a lock that excludes this one; as [`BlockDevice::lock`].

@@ -56,7 +56,7 @@ impl FlushCoalescer {
         self.flush_unless_kept(sync, || false)
     }
 
-    /// As [`FlushCoalescer::flush_shared`], but a failure is that of one sync alone if `keeps` says
+    /// Like [`FlushCoalescer::flush_shared`], but a failure is that of one sync alone if `keeps` says
     /// then that a later sync can make durable what this one covers.
     ///
     /// # Errors

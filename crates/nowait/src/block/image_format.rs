@@ -42,7 +42,7 @@ pub trait ImageFormat: Send + Sync {
     /// The errno of a metadata write or of fdatasync(2).
     fn flush(&self) -> Result<(), Error>;
 
-    /// As [`Storage::keeps_unsynced`](crate::Storage::keeps_unsynced), of the image's files.
+    /// Like [`Storage::keeps_unsynced`](crate::Storage::keeps_unsynced), of the image's files.
     fn keeps_unsynced(&self) -> bool {
         false
     }

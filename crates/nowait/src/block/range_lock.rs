@@ -285,7 +285,7 @@ impl RangeLocks {
         })
     }
 
-    /// As `try_lock`, with the sleepers' mutex held: a failed attempt unlocks without a wake-up,
+    /// Like `try_lock`, with the sleepers' mutex held: a failed attempt unlocks without a wake-up,
     /// which would lock the mutex again. Marks of sleepers do not hold it up.
     fn try_lock_contended(&self, range: ByteRange, mode: LockMode) -> bool {
         for (taken, stripe) in Self::stripes(range).enumerate() {

@@ -86,7 +86,7 @@ pub(crate) trait JobDevice: Send + Sync {
     /// The number of the device in the process, the same for all engines.
     fn number(&self) -> u64;
 
-    /// As [`BlockDevice::weight`].
+    /// Like [`BlockDevice::weight`].
     fn weight(&self) -> u32;
 
     /// Runs jobs of this device, several of them only if [`WorkItem::joins`] has put them together.

@@ -106,6 +106,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     ///
     /// # Errors
     /// As [`Engine::new`].
+    #[doc(hidden)]
     pub fn sharing(
         queue: Q,
         workers: WorkerPool,

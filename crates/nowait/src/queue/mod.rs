@@ -85,7 +85,7 @@ pub unsafe trait IoQueue {
     /// passed.
     ///
     /// # Errors
-    /// As `submit`; `EINTR` and a timeout are no errors.
+    /// As `submit`; `EINTR` and a timeout are not errors.
     fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error>;
 
     /// Whether `drain_completions` or `submit` has work to do. Makes no system call where the queue
@@ -95,7 +95,7 @@ pub unsafe trait IoQueue {
     /// The descriptors that are watched.
     fn events(&self) -> &dyn EventSource;
 
-    /// The same, to watch and unwatch.
+    /// Sources, to watch and unwatch.
     fn events_mut(&mut self) -> &mut dyn EventSource;
 
     /// Registers memory with the kernel, so that transfers to it cost less. Returns its number for

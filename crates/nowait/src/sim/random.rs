@@ -24,7 +24,7 @@ impl Random {
 
     /// The next number.
     #[inline]
-    #[allow(clippy::should_implement_trait, reason = "it never ends, so it is no iterator")]
+    #[allow(clippy::should_implement_trait, reason = "it never ends, so it is not an iterator")]
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(STEP);
         mix(self.0)

@@ -62,7 +62,7 @@ impl SimDevice {
         state.below.insert(0, old);
     }
 
-    /// As [`SimDevice::put_on_top`], but the only read-only file holds `below`, if that is given,
+    /// Like [`SimDevice::put_on_top`], but the only read-only file holds `below`, if that is given,
     /// with holes for whole blocks of zeros.
     pub fn put_on(&self, below: Option<&[u8]>, own: &[u8]) {
         let mut state = self.lock();
@@ -73,7 +73,7 @@ impl SimDevice {
     }
 
     /// Copies the present contents of a file from `pos` on to `memory`, with zeros behind its end.
-    /// This is no operation: it takes no time, has no faults and does not yield.
+    /// This is not an operation: it takes no time, has no faults and does not yield.
     pub fn peek(&self, file: u16, pos: u64, memory: &mut [u8]) {
         let state = self.lock();
         let file = state.file(file);
@@ -237,7 +237,7 @@ impl SimDevice {
         self.drain_at(until, queue, reports);
     }
 
-    /// As [`SimDevice::drain`], at the time `until`, unless it is later.
+    /// Like [`SimDevice::drain`], at the time `until`, unless it is later.
     pub(crate) fn drain_at(&self, until: u64, queue: usize, reports: &mut Vec<Report>) {
         let mut state = self.lock();
         state.advance(until);

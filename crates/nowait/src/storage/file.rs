@@ -30,7 +30,7 @@ use crate::types::request::{ExtentStatus, Flags};
 pub struct FileStorage {
     /// The descriptor for transfers, if it is another one.
     direct: Option<OwnedFd>,
-    /// The same file without `O_DIRECT`, for transfers that direct I/O cannot do: parts of blocks,
+    /// This file without `O_DIRECT`, for transfers that direct I/O cannot do: parts of blocks,
     /// and the last block of a file that ends inside it. Syncs use it too; see
     /// [`FileStorage::sync`].
     pub(super) buffered: File,

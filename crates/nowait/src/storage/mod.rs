@@ -56,7 +56,7 @@ pub trait Storage: Send + Sync {
     /// The errno of preadv2(2), never `EINTR`.
     fn read(&self, bufs: &mut [IoSliceMut<'_>], pos: u64) -> Result<usize, Error>;
 
-    /// As [`Storage::read`]; [`Flags::HIPRI`] is a hint, and the other flags do not concern reads.
+    /// Like [`Storage::read`]; [`Flags::HIPRI`] is a hint, and the other flags do not concern reads.
     ///
     /// # Errors
     /// As [`Storage::read`].
@@ -103,7 +103,7 @@ pub trait Storage: Send + Sync {
     /// As [`Storage::punch`].
     fn zero(&self, range: ByteRange) -> Result<(), Error>;
 
-    /// Allocates storage for the holes in `range`, which still read as zeros and are no data to
+    /// Allocates storage for the holes in `range`, which still read as zeros and are not data to
     /// [`Storage::extents`]. Other bytes and the size stay as they are. After an error some of them
     /// may have storage.
     ///

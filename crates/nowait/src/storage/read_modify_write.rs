@@ -80,7 +80,7 @@ impl dyn Storage + '_ {
         Ok(())
     }
 
-    /// As `write_at`, for bytes before the block in which the storage ends.
+    /// Like `write_at`, for bytes before the block in which the storage ends.
     fn write_body(
         &self,
         pos: u64,

@@ -53,8 +53,8 @@ impl SimStorage {
         }
     }
 
-    /// As [`SimStorage::open`], through the page cache, for an inspection of the file before it is
-    /// served: until then a read is no operation of the device.
+    /// Like [`SimStorage::open`], through the page cache, for an inspection of the file before it is
+    /// served: until then a read is not an operation of the device.
     #[must_use]
     pub fn inspect(device: &Arc<SimDevice>, file: u16) -> Self {
         let options = OpenOptions::new().read_only(true).direct(Direct::Off);
@@ -127,7 +127,7 @@ impl SimStorage {
         }
     }
 
-    /// As `call`, for a change, which only the device itself takes.
+    /// Like `call`, for a change, which only the device itself takes.
     fn change(
         &self,
         operation: Operation,

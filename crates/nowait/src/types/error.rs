@@ -70,7 +70,7 @@ impl Error {
         Self { errno, operation, range: ByteRange::new(0, 0) }
     }
 
-    /// The same error, concerning `range`.
+    /// This error, concerning `range`.
     #[must_use]
     pub const fn at(self, range: ByteRange) -> Self {
         Self { range, ..self }

@@ -43,7 +43,7 @@ impl AsyncFiles {
         Self::on(case, image, disk, several_threads)
     }
 
-    /// As `new`, on a device that is open already and is not scanned.
+    /// Like `new`, on a device that is open already and is not scanned.
     pub(crate) fn on(
         case: &Case,
         image: Image,

@@ -80,7 +80,7 @@ pub(crate) fn pattern(pos: u64, len: u64) -> Vec<u8> {
     (pos..pos + len).map(pattern_at).collect()
 }
 
-/// As `pattern`, of an image with islands.
+/// Like `pattern`, of an image with islands.
 pub(crate) fn islands(pos: u64, len: u64) -> Vec<u8> {
     let at = |pos: u64| if (pos / ISLAND).is_multiple_of(3) { pattern_at(pos) } else { 0 };
     (pos..pos + len).map(at).collect()
@@ -236,7 +236,7 @@ impl Rig {
         Self::on(case, image, disk)
     }
 
-    /// As `new`, on a disk that is open already and is not scanned.
+    /// Like `new`, on a disk that is open already and is not scanned.
     pub(crate) fn on(
         case: &Case,
         image: Image,
@@ -490,12 +490,12 @@ pub(crate) fn on_apis(size: u64, content: Content, test: impl Fn(&mut dyn Api)) 
     on_apis_of(size, content, false, test);
 }
 
-/// As `on_apis`, on those APIs that take lists of segments.
+/// Like `on_apis`, on those APIs that take lists of segments.
 pub(crate) fn on_vectored_apis(size: u64, content: Content, test: impl Fn(&mut dyn Api)) {
     on_vectored_apis_of(size, content, false, test);
 }
 
-/// As `on_apis`, with images opened for reading only.
+/// Like `on_apis`, with images opened for reading only.
 pub(crate) fn on_read_only_apis(size: u64, test: impl Fn(&mut dyn Api)) {
     on_apis_of(size, Content::Data, true, test);
 }

@@ -43,7 +43,7 @@ fn start(path: &std::path::Path, kind: TestQueueKind) -> Option<(AsyncFile, Weak
     start_on(path, move || kind.try_queue(SLOTS))
 }
 
-/// As `start`, on the queue that `make` makes.
+/// Like `start`, on the queue that `make` makes.
 fn start_on<Q: IoQueue>(
     path: &std::path::Path,
     make: impl FnOnce() -> Result<Q, Error> + Send + 'static,
@@ -54,7 +54,7 @@ fn start_on<Q: IoQueue>(
     Some((file, weak))
 }
 
-/// As `start`, on io_uring or, without it, on threads.
+/// Like `start`, on io_uring or, without it, on threads.
 fn start_on_any(path: &std::path::Path) -> (AsyncFile, Weak<Device>) {
     let [uring, threads] = TestQueueKind::REAL;
     start(path, uring).or_else(|| start(path, threads)).unwrap()

@@ -37,7 +37,7 @@ impl Server {
         Self::start_under(&[], image, extra)
     }
 
-    /// As `start`, with the command prefix `wrapper`, which must end in exec.
+    /// Like `start`, with the command prefix `wrapper`, which must end in exec.
     pub(crate) fn start_under(wrapper: &[&str], image: &Path, extra: &[&str]) -> Self {
         let own = Scratch::new();
         let listen = format!("unix:{}", own.join("socket").display());
@@ -229,7 +229,7 @@ impl Server {
         assert!(!socket.exists(), "the socket is left behind");
     }
 
-    /// As `stop`, for a server with inherited sockets.
+    /// Like `stop`, for a server with inherited sockets.
     pub(crate) fn stop_but_leave_socket(mut self) {
         self.terminate();
         let status = self.wait();
@@ -307,7 +307,7 @@ pub(crate) fn refusal(arguments: &[impl AsRef<OsStr>]) -> Refusal {
     refusal_under(&[], arguments)
 }
 
-/// As `refusal`, with the prefix `wrapper`.
+/// Like `refusal`, with the prefix `wrapper`.
 pub(crate) fn refusal_under(wrapper: &[&str], arguments: &[impl AsRef<OsStr>]) -> Refusal {
     let inner = under(wrapper);
     let output = tool(inner.get_program())

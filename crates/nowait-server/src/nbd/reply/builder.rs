@@ -40,7 +40,7 @@ pub(crate) struct CompletedRequest<'a> {
     pub(crate) start: usize,
     /// The extents of a status request.
     pub(crate) extents: &'a [ExtentStatus],
-    /// Those of each dirty bitmap that it asks for; `None` if there is no such bitmap any more.
+    /// Extents of each dirty bitmap that it asks for; `None` if there is no such bitmap any more.
     pub(crate) dirty: &'a [Option<Vec<DirtyExtent>>],
 }
 
@@ -51,7 +51,7 @@ pub(crate) fn budget_needed(mode: ReplyMode, io: Request, contexts: Contexts) ->
     match io.op {
         Op::Read | Op::Write => io.range.len as u32,
         Op::Status => {
-            // Those of all bitmaps together are as many as those of another context.
+            // Extents of all bitmaps together are as many as those of another context.
             let lists = contexts.len() - contexts.bitmaps() + usize::from(contexts.bitmaps() > 0);
             (lists * ExtentList::extent_bytes(mode) * MAX_EXTENTS) as u32
         }

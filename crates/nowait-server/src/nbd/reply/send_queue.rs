@@ -135,7 +135,7 @@ impl SendQueue {
         self.replies.push_back(Reply { head, body, budget });
     }
 
-    /// Queues bytes that are no reply: the handshake.
+    /// Queues bytes that are not a reply: the handshake.
     pub(crate) fn push_bytes(&mut self, bytes: Vec<u8>) {
         self.push(EncodedHeader::EMPTY, ReplyBody::Bytes(bytes), 0);
     }

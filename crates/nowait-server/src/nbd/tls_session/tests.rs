@@ -47,7 +47,7 @@ impl Pair {
         Self { session: TlsSession::new(&credentials, out).unwrap(), near, client, far }
     }
 
-    /// As `new`, with the TLS handshake done.
+    /// Like `new`, with the TLS handshake done.
     pub(crate) fn established() -> Self {
         let mut pair = Self::new(&mut SendQueue::default());
         while pair.client.is_handshaking() || pair.session.tls.is_handshaking() {

@@ -1,4 +1,4 @@
-//! What a VMM has set up of its device, as one process hands it over to another.
+//! Set-up of a device by its VMM, as one process hands it over to another.
 //!
 //! Invariant: no request is in flight, so what the guest has made available and was not told is in its
 //! rings. What another process says is checked as what a VMM says.
@@ -29,13 +29,13 @@ pub struct VmmState {
     pub socket: OwnedFd,
     /// Where it is told of changes.
     pub channel: Option<OwnedFd>,
-    /// What it has set up.
+    /// The set-up itself.
     pub setup: VmmSetup,
     /// The files of that, in its order.
     pub files: Vec<OwnedFd>,
 }
 
-/// What a VMM has set up of its device. Each region, each descriptor of a ring that is there, the
+/// Set-up of a device by its VMM. Each region, each descriptor of a ring that is there, the
 /// region of requests in flight and the log have a file, in this order.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct VmmSetup {

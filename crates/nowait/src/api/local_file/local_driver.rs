@@ -75,7 +75,7 @@ impl LocalDriver {
         engines().filter(|engine| engine.poll().unwrap_or(true)).count() > 0
     }
 
-    /// As [`LocalDriver::poll`]; if no request has ended, sleeps until one does, until
+    /// Like [`LocalDriver::poll`]; if no request has ended, sleeps until one does, until
     /// [`LocalDriver::waker`] is woken or has been since the last sleep, or until `timeout` has
     /// passed. Before it sleeps it polls for up to 50 µs, as long as that was worth it lately.
     pub fn wait(&self, timeout: Option<Duration>) {

@@ -151,7 +151,7 @@ impl LocalAsyncFile {
         self.state.disk.size()
     }
 
-    /// The same file; each of its reads and writes has `flags` beside its own, such as
+    /// This file, of which each read and write has `flags` in addition to its own, such as
     /// [`Flags::HIPRI`].
     #[must_use]
     pub fn with_flags(self, flags: Flags) -> Self {

@@ -67,7 +67,7 @@ impl SharedEngine {
         self.enter(|engine| engine.poll())
     }
 
-    /// As `poll`, but sleeps until there is something to do, or `timeout` has passed. Calls
+    /// Like `poll`, but sleeps until there is something to do, or `timeout` has passed. Calls
     /// `end_sleep` before it wakes a task.
     pub(crate) fn wait(
         &self,

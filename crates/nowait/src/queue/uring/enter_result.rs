@@ -1,12 +1,12 @@
 //! The result of io_uring_enter(2).
 //!
-//! Invariant: a failure that a drain or the next call remedies is no error; the entries that the
+//! Invariant: a failure that a drain or the next call remedies is not an error; the entries that the
 //! kernel has not taken stay pushed.
 
 use crate::types::error::{Error, Operation};
 
 /// The errno of the call, except where the next call may succeed: after `EBUSY` and `EAGAIN`
-/// completions have to be drained first; `EINTR` and `ETIME` are no errors of the ring.
+/// completions have to be drained first; `EINTR` and `ETIME` are not errors of the ring.
 #[inline]
 pub(crate) fn checked(entered: std::io::Result<usize>) -> Result<(), Error> {
     match entered {

@@ -202,7 +202,7 @@ impl IopollRing {
         enter_result::checked(self.ring.submit())
     }
 
-    /// Passes all completions to `sink`; returns their number. Refused transfers are no completions:
+    /// Passes all completions to `sink`; returns their number. Refused transfers are not completions:
     /// they are for [`IopollRing::next_refused`].
     pub(crate) fn drain(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
         let (mut count, mut ended) = (0, 0);

@@ -33,7 +33,7 @@ pub struct RegisteredMemory {
 }
 
 impl RegisteredMemory {
-    /// That of this process, as of now; the limit is that of the calling thread.
+    /// The memory of this process, as of now; the limit is that of the calling thread.
     #[must_use]
     pub fn of_this_process() -> Self {
         let (bytes, most_bytes) = (REGISTERED.used(), MOST.load(Ordering::Relaxed));

@@ -56,7 +56,7 @@ pub struct RingFeatures {
 }
 
 impl fmt::Display for RingFeatures {
-    /// What the ring has, and after "without" what it has not.
+    /// Features of the ring, and after "without" what it has not.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let all = [
             (self.full_size, "its full size"),
@@ -141,7 +141,7 @@ impl Uring {
         })
     }
 
-    /// The same ring, which polls for every transfer, as if it had
+    /// This ring, which polls for every transfer, as if it had
     /// [`Flags::HIPRI`](crate::Flags::HIPRI). A thread that waits then polls as long as transfers
     /// are in flight, and sleeps without.
     #[must_use]

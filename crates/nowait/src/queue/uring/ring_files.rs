@@ -55,7 +55,7 @@ impl RingFiles {
         attached.map_or(-1, AsRawFd::as_raw_fd)
     }
 
-    /// As [`NumberedFiles::find_free`].
+    /// Like [`NumberedFiles::find_free`].
     pub(crate) fn find_free(&self, count: usize) -> u32 {
         self.files.find_free(count)
     }

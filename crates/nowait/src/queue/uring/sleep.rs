@@ -1,7 +1,7 @@
 //! The sleep of a thread in its ring, and what the kernel takes it for.
 //!
 //! Invariant: the kernel counts a sleep as a wait for I/O (`/proc/pressure/io`) while transfers are in flight, and an idle
-//! thread's not: watched descriptors and commands of drivers are no I/O that is waited for.
+//! thread's not: watched descriptors and commands of drivers are not I/O that is waited for.
 #![allow(unsafe_code)]
 
 use std::io;

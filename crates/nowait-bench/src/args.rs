@@ -1,4 +1,4 @@
-//! The command line of `nowait bench` and of `nowait-bench`, and its help.
+//! The command line, which `nowait bench` passes on as it is, and its help.
 //!
 //! Invariant: parsed values are in range.
 
@@ -6,10 +6,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
-use clap::{Args, ValueEnum, ValueHint};
-use nowait_remote::Location;
-
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser, ValueEnum, ValueHint};
+use nowait_bench::{Caching, ClientKind, ServerKind, Transport};
+use nowait_daemon::process::log;
 use nowait_daemon::size;
+use nowait_remote::Location;
 
 /// A shorter copy ends too soon to be timed.
 const COPIED_BYTES_MIN: u64 = 16 << 20;
@@ -24,32 +26,32 @@ const COPIED_BYTES: u64 = 512 << 20;
 ///
 /// Each figure is the median of several short measurements, interleaved with those of what it is compared to, so
 /// that a machine that slows down slows down for all of them.
-#[derive(Debug, Args)]
-#[command(after_help = BENCH_AFTER_HELP)]
-pub struct BenchArgs {
+#[derive(Debug, Parser)]
+#[command(name = "nowait-bench", bin_name = "nowait bench", version, after_help = AFTER_HELP)]
+pub(crate) struct BenchArgs {
     /// What to measure
     #[arg(value_enum)]
-    pub what: BenchWhat,
+    pub(crate) what: What,
 
     /// The file or block device to serve, at least 64M; without it a temporary one
     #[arg(long, value_name = "FILE", group = "place")]
-    pub file: Option<PathBuf>,
+    pub(crate) file: Option<PathBuf>,
 
     /// nowait: a local block device, as /dev/ublkb0, or an image behind a network, as rbd:POOL/IMAGE or
     /// nbd://HOST/EXPORT; several side by side, the first compared to the others. At least 64M, of which the first GiB is used
     #[arg(long, value_name = "DEVICE", group = "place", value_hint = ValueHint::FilePath)]
     #[arg(value_parser = OsStringValueParser::new().try_map(|text| Location::parse(&text)))]
-    pub device: Vec<Location>,
+    pub(crate) device: Vec<Location>,
 
     /// Write over FILE or DEVICE: what is in it is lost. Without this only reads are measured on it. A device that is
     /// mounted or claimed is refused, and so is an image of a Ceph cluster that another client has locked; what else has a
     /// loop device's file or an export open is not known
     #[arg(long, requires = "place")]
-    pub overwrite: bool,
+    pub(crate) overwrite: bool,
 
     /// nowait --device: measure on devices whose storage was given back, too: reads of holes, writes that allocate
     #[arg(long, requires = "overwrite")]
-    pub discard: bool,
+    pub(crate) discard: bool,
 
     /// nowait --device: threads that make requests, 1 to 64; 12 without it
     #[arg(long, value_name = "N", requires = "device")]
@@ -68,7 +70,7 @@ pub struct BenchArgs {
     /// copy: a directory on the file system to measure, with four times --size of room; without it $TMPDIR, or
     /// /var/tmp
     #[arg(long, value_name = "DIR")]
-    pub directory: Option<PathBuf>,
+    pub(crate) directory: Option<PathBuf>,
 
     /// copy: bytes of the full disk, 16M or more, 512M without it; the sparse one has twice as many
     #[arg(long, value_name = "SIZE", value_parser = parse_copied)]
@@ -81,7 +83,7 @@ pub struct BenchArgs {
     /// How often everything is measured
     #[arg(long, value_name = "N", default_value_t = 3)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=100))]
-    pub rounds: u32,
+    pub(crate) rounds: u32,
 
     /// peers: connections simultaneously, each with a row's depth; 1 without it. With vhost-user: queues; a table of one and a
     /// table of two without it
@@ -90,67 +92,89 @@ pub struct BenchArgs {
     connections: Option<u16>,
 
     /// peers, images: only these servers: nowait, qemu-nbd, qemu-storage-daemon, nbdkit
-    #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = parse_server)]
-    pub servers: Vec<&'static str>,
+    #[arg(
+        long,
+        value_name = "NAME",
+        value_delimiter = ',',
+        value_enum,
+        hide_possible_values = true
+    )]
+    pub(crate) servers: Vec<ServerKind>,
 
     /// all but copy: only rows whose title contains TEXT, as in "random read" or "depth 64"
     #[arg(long, value_name = "TEXT")]
-    pub only: Option<String>,
+    pub(crate) only: Option<String>,
 
     /// peers: only past the page cache (direct), or only through it (cached)
     #[arg(long, value_name = "HOW", value_enum)]
-    pub caching: Option<BenchCaching>,
+    pub(crate) caching: Option<Caching>,
 
     /// peers: only with bytes as they are (plain), only by TLS 1.3 (tls), or, which are left out otherwise: instead of
     /// Unix sockets by TCP on the loopback interface (tcp), or as disks of a virtual machine (vhost-user), raw and qcow2
     #[arg(long, value_name = "HOW", value_enum)]
-    pub transport: Option<BenchTransport>,
+    pub(crate) transport: Option<Transport>,
 
     /// peers: who makes the requests, own without it; fio as a check of the figures, without TLS and without a flood beside it
     #[arg(long, value_name = "WHO", value_enum)]
-    pub client: Option<BenchClient>,
+    pub(crate) client: Option<ClientKind>,
 
     /// vectored: latency of the made-up queue, as in 100us or 4ms; can be given more than once
     #[arg(long, value_name = "TIME", value_delimiter = ',', value_parser = parse_latency)]
-    pub latency: Vec<Duration>,
+    pub(crate) latency: Vec<Duration>,
 
     /// peers and the engine's tables: put the report into FILE as one HTML page, too
     #[arg(long, value_name = "FILE")]
-    pub html: Option<PathBuf>,
+    pub(crate) html: Option<PathBuf>,
 
     /// Print one JSON object, for scripts
     #[arg(long)]
-    pub json: bool,
+    pub(crate) json: bool,
 }
 
 impl BenchArgs {
+    /// The command line of this process. The error is the exit status, where help was asked for and printed, or the
+    /// command line is wrong and one line said so.
+    pub(crate) fn of_this_process() -> Result<Self, u8> {
+        let parsed = Self::try_parse().and_then(|args| match args.check() {
+            Ok(()) => Ok(args),
+            Err(why) => Err(Self::command().error(ErrorKind::ArgumentConflict, why)),
+        });
+        parsed.map_err(|error| {
+            if !error.use_stderr() {
+                return u8::from(error.print().is_err());
+            }
+            log::write_line(tracing::Level::ERROR, one_line(&error));
+            2
+        })
+    }
+
     /// Bytes of the full disk that is copied.
-    pub fn size(&self) -> u64 {
+    pub(crate) fn size(&self) -> u64 {
         self.size.unwrap_or(COPIED_BYTES)
     }
 
     /// The time of each measurement.
-    pub fn duration(&self) -> Duration {
+    pub(crate) fn duration(&self) -> Duration {
         Duration::from_secs_f64(self.seconds.unwrap_or(1.0))
     }
 
     /// Connections to each of the peers simultaneously, or queues.
-    pub fn connections(&self) -> Option<usize> {
+    pub(crate) fn connections(&self) -> Option<usize> {
         self.connections.map(usize::from)
     }
 
     /// Threads that make requests to a device.
-    pub fn jobs(&self) -> u16 {
+    pub(crate) fn jobs(&self) -> u16 {
         self.jobs.unwrap_or(12)
     }
 
     /// Requests of each of these in flight.
-    pub fn depth(&self) -> u16 {
+    pub(crate) fn depth(&self) -> u16 {
         self.depth.unwrap_or(16)
     }
 
     /// Bytes of the requests to a device.
-    pub fn block_bytes(&self) -> Vec<u64> {
+    pub(crate) fn block_bytes(&self) -> Vec<u64> {
         if self.block_size.is_empty() { vec![BLOCK_BYTES_MIN] } else { self.block_size.clone() }
     }
 
@@ -158,10 +182,10 @@ impl BenchArgs {
     ///
     /// # Errors
     /// A message for the user.
-    pub fn check(&self) -> Result<(), String> {
-        use BenchWhat::{All, Copy, Images, Isolation, Nowait, Peers, Vectored};
+    pub(crate) fn check(&self) -> Result<(), String> {
+        use What::{All, Copy, Images, Isolation, Nowait, Peers, Vectored};
         let what = self.what;
-        let is = |allowed: &[BenchWhat]| allowed.contains(&what);
+        let is = |allowed: &[What]| allowed.contains(&what);
         let of_tables = "all but copy, images and isolation";
         let options = [
             (self.directory.is_some(), is(&[Copy]), "--directory", "copy"),
@@ -190,40 +214,9 @@ impl BenchArgs {
     }
 }
 
-/// Which of the peers' tables `bench` makes.
+/// Everything that can be measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum BenchCaching {
-    /// Direct I/O against direct I/O
-    Direct,
-    /// Page cache against page cache
-    Cached,
-}
-
-/// Which of the peers' tables `bench` makes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum BenchTransport {
-    /// Bytes as they are
-    Plain,
-    /// TLS against TLS
-    Tls,
-    /// TCP against TCP
-    Tcp,
-    /// vhost-user-blk against vhost-user-blk
-    VhostUser,
-}
-
-/// The client that makes the requests to the peers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum BenchClient {
-    /// A light client of our own, which the server does not wait for
-    Own,
-    /// fio with its nbd engine
-    Fio,
-}
-
-/// What `bench` can measure.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum BenchWhat {
+pub(crate) enum What {
     /// NBD servers: nowait, qemu-nbd, qemu-storage-daemon and nbdkit, those that are installed
     Peers,
     /// Copies of disks: nowait copy, qemu-img convert and nbdcopy, those that are installed
@@ -259,10 +252,12 @@ pub enum BenchWhat {
     All,
 }
 
-fn parse_server(text: &str) -> Result<&'static str, &'static str> {
-    const SERVERS: [&str; 4] = ["nowait", "qemu-nbd", "qemu-storage-daemon", "nbdkit"];
-    let found = SERVERS.into_iter().find(|name| *name == text);
-    found.ok_or("one of nowait, qemu-nbd, qemu-storage-daemon, nbdkit")
+/// What is wrong, in one line.
+fn one_line(error: &clap::Error) -> String {
+    let all = error.render().to_string();
+    let why = all.trim_start_matches("error: ").split("\n\n").next().unwrap_or_default();
+    let why: Vec<&str> = why.split_whitespace().collect();
+    format!("{} (see 'nowait bench --help')", why.join(" "))
 }
 
 fn parse_latency(text: &str) -> Result<Duration, &'static str> {
@@ -300,7 +295,7 @@ fn parse_seconds(text: &str) -> Result<f64, &'static str> {
     }
 }
 
-const BENCH_AFTER_HELP: &str = "\
+const AFTER_HELP: &str = "\
 Examples:
   nowait bench peers                        NBD servers side by side, on a temporary file
   nowait bench copy --directory /mnt/fast   copies side by side, in a directory made there
@@ -323,6 +318,44 @@ Exit status:
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn options_that_do_not_apply_are_refused_instead_of_ignored() {
+        let check = |line: &str| BenchArgs::try_parse_from(line.split(' ')).unwrap().check();
+        for (line, why) in [
+            ("nowait-bench copy --seconds 2", "all but copy"),
+            ("nowait-bench images --file f", "all but copy, images and isolation"),
+            ("nowait-bench isolation --html f", "all but copy, images and isolation"),
+            ("nowait-bench simple --client fio", "an option of peers"),
+            ("nowait-bench peers --latency 1ms", "vectored and all"),
+        ] {
+            let refused = check(line).unwrap_err();
+            assert!(refused.contains(why), "{line}: {refused}");
+        }
+        assert_eq!(check("nowait-bench peers --client fio --connections 2 --seconds 2"), Ok(()));
+    }
+
+    #[test]
+    fn a_wrong_command_line_is_one_line() {
+        for line in [
+            "nowait-bench",
+            "nowait-bench x",
+            "nowait-bench copy --size 1M",
+            "nowait-bench copy --no",
+        ] {
+            let line = one_line(&BenchArgs::try_parse_from(line.split(' ')).unwrap_err());
+            assert!(
+                line.lines().count() == 1 && line.ends_with("(see 'nowait bench --help')"),
+                "{line}"
+            );
+        }
+        assert_eq!(
+            BenchArgs::try_parse_from(["nowait-bench", "peers", "--servers", "qemu-nbd,nbdkit"])
+                .unwrap()
+                .servers,
+            [ServerKind::QemuNbd, ServerKind::Nbdkit]
+        );
+    }
 
     #[test]
     fn a_latency_has_a_unit_and_a_bound() {
