@@ -11,7 +11,7 @@ use nowait_testkit::nbd::{
 };
 
 use crate::client::{Client, Message, Request};
-use crate::scene::{KIB, MIB, Scene, byte_at};
+use crate::scene::{KIB, MIB, Scene, byte_at, bytes_at, inverted_at};
 
 // Bits of the transmission flags.
 const HAS_FLAGS: u16 = 1 << 0;
@@ -104,7 +104,7 @@ fn nbd_must_a_read_that_fails_below_has_no_data_and_says_so() {
             assert_eq!((outcome.error, outcome.data.len()), (EIO, 0), "{mode:?}");
         }
         let outcome = client.call(Request::of(READ, 0, 64 * KIB));
-        assert!(outcome.data.iter().zip(0..).all(|(byte, at)| *byte == byte_at(at)));
+        assert!(outcome.data == bytes_at(0..outcome.data.len() as u64));
         assert_eq!(outcome.data.len() as u64, 64 * KIB);
     }
 }
@@ -118,7 +118,7 @@ fn nbd_must_bytes_are_where_they_belong_when_a_write_or_zeroing_is_answered() {
         let mut client = scene.connect(mode);
         let mut expected = image(&scene, 0, MIB as usize);
         for (pos, len) in [(0, 4096), (4096, 70_000), (100_001, 3), (MIB - 777, 777)] {
-            let bytes: Vec<u8> = (pos..pos + len).map(|at| !byte_at(at)).collect();
+            let bytes = inverted_at(pos..pos + len);
             assert_eq!(client.call(Request::write(mode, pos, &bytes)).error, 0);
             expected[pos as usize..(pos + len) as usize].copy_from_slice(&bytes);
             assert!(image(&scene, 0, MIB as usize) == expected, "{mode:?}, {len} at {pos}");

@@ -13,7 +13,7 @@ use nowait_testkit::nbd::{
 };
 
 use crate::client::{Client, Request};
-use crate::scene::{KIB, MIB, Scene, byte_at};
+use crate::scene::{KIB, MIB, Scene, bytes_at, inverted_at};
 
 /// A TLS record of an alert, and the level of one that ends the session (RFC 8446, section 6).
 const ALERT: u8 = 21;
@@ -37,7 +37,7 @@ fn requests_by_tls_are_served_as_those_without_beside_them() {
         let mut client = connect(&scene, mode, &cert);
         // Shorter and longer than a record, than one receive, than a fragment.
         for (pos, len) in [(0, 1), (777, 30_001), (MIB, 300 * KIB), (3 * MIB + 5, 2 * MIB + 77)] {
-            let bytes: Vec<u8> = (pos..pos + len).map(|at| !byte_at(at)).collect();
+            let bytes = inverted_at(pos..pos + len);
             assert_eq!(client.call(Request::write(mode, pos, &bytes)).error, 0);
             assert!(image(&scene, pos, len as usize) == bytes, "{mode:?}, {len} at {pos}");
             let read = Request::of(READ, pos, len);
@@ -60,7 +60,7 @@ fn many_requests_by_tls_are_answered_even_if_the_client_reads_late() {
     let reads: Vec<u8> =
         (0..READS).flat_map(|_| client.header(Request::of(READ, 512, MIB))).collect();
     client.send_bytes(&reads).unwrap();
-    let expected: Vec<u8> = (512..512 + MIB).map(byte_at).collect();
+    let expected = bytes_at(512..512 + MIB);
     for _ in 0..READS {
         let (_, outcome) = client.outcome();
         assert!(outcome.error == 0 && outcome.data == expected);
@@ -121,6 +121,6 @@ fn a_client_that_omits_close_notify_or_tls_loses_only_its_own_connection() {
         }
         drop(client);
         let stored = other.call(Request::of(READ, 0, bytes.len() as u64)).data;
-        assert!(stored.iter().zip(0..).all(|(byte, at)| *byte == byte_at(at)));
+        assert!(stored == bytes_at(0..bytes.len() as u64));
     }
 }

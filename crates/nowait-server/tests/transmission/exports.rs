@@ -5,7 +5,7 @@
 use nowait_testkit::nbd::{Mode, READ};
 
 use crate::client::{Client, Request};
-use crate::scene::{MIB, OTHER, OTHER_BYTE, Scene, byte_at};
+use crate::scene::{MIB, OTHER, OTHER_BYTE, Scene, byte_at, bytes_at};
 
 #[test]
 fn a_client_is_served_the_export_that_it_chooses() {
@@ -15,7 +15,7 @@ fn a_client_is_served_the_export_that_it_chooses() {
         let mut other = Client::connect_to(scene.socket(), mode, OTHER, &[]);
         for _ in 0..3 {
             let read = Request::of(READ, 0, 4096);
-            assert_eq!(default.call(read).data, (0..4096).map(byte_at).collect::<Vec<_>>());
+            assert_eq!(default.call(read).data, bytes_at(0..4096));
             assert_eq!(other.call(read).data, [OTHER_BYTE; 4096]);
         }
     }

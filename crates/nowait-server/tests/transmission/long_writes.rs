@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use nowait_testkit::nbd::{FLUSH, FUA, Mode, READ};
 
 use crate::client::{Client, Request};
-use crate::scene::{KIB, MIB, Scene, byte_at};
+use crate::scene::{KIB, MIB, Scene, bytes_at};
 
 const MODES: [Mode; 3] = [Mode::Simple, Mode::Structured, Mode::Extended];
 
@@ -18,8 +18,7 @@ fn payload(seed: u64, len: u64) -> Vec<u8> {
 fn assert_served(bystander: &mut Client) {
     let outcome = bystander.call(Request::of(READ, 4096, 4096));
     assert_eq!(outcome.error, 0);
-    let expected: Vec<u8> = (4096..8192).map(byte_at).collect();
-    assert!(outcome.data == expected);
+    assert!(outcome.data == bytes_at(4096..8192));
 }
 
 #[test]

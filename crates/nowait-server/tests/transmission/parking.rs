@@ -10,7 +10,7 @@ use std::time::Duration;
 use nowait_testkit::nbd::{BLOCK_STATUS, DISC, FLUSH, Mode, READ};
 
 use crate::client::{Client, Request};
-use crate::scene::{KIB, MIB, OTHER, OTHER_BYTE, Scene, byte_at};
+use crate::scene::{KIB, MIB, OTHER, OTHER_BYTE, Scene, bytes_at};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -73,7 +73,7 @@ fn answers_that_a_client_has_not_read_are_whole_after_a_pause() {
             let (cookie, outcome) = reader.outcome();
             let (_, at) = sent.iter().find(|(one, _)| *one == cookie).expect("it was asked");
             assert_eq!(outcome.error, 0);
-            let expected: Vec<u8> = (*at..at + MIB).map(byte_at).collect();
+            let expected = bytes_at(*at..at + MIB);
             assert!(outcome.data == expected, "{mode:?} at {at}");
             answered += 1;
         }

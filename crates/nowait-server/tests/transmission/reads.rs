@@ -6,7 +6,7 @@
 use nowait_testkit::nbd::{DF, EINVAL, EIO, EOVERFLOW, Mode, OFFSET_DATA, OFFSET_HOLE, READ, TRIM};
 
 use crate::client::{Client, Message, Outcome, Request};
-use crate::scene::{KIB, MIB, Scene, byte_at};
+use crate::scene::{KIB, MIB, Scene, bytes_at};
 
 /// Data in the second and the fourth 64 KiB of every MiB of the first four.
 fn patchwork() -> Vec<(u64, u64)> {
@@ -15,8 +15,15 @@ fn patchwork() -> Vec<(u64, u64)> {
 
 /// The bytes of an image with `data` in a range.
 fn bytes_of(data: &[(u64, u64)], pos: u64, len: u64) -> Vec<u8> {
-    let is_data = |at: u64| data.iter().any(|(from, len)| (*from..from + len).contains(&at));
-    (pos..pos + len).map(|at| if is_data(at) { byte_at(at) } else { 0 }).collect()
+    let mut bytes = vec![0; len as usize];
+    for &(from, data_len) in data {
+        let (start, end) = (from.max(pos), (from + data_len).min(pos + len));
+        if start < end {
+            bytes[(start - pos) as usize..(end - pos) as usize]
+                .copy_from_slice(&bytes_at(start..end));
+        }
+    }
+    bytes
 }
 
 fn read(client: &mut Client, offset: u64, length: u64, flags: u16) -> Outcome {

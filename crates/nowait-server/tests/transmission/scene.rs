@@ -3,6 +3,7 @@
 //! Invariant: dropping a scene shuts the server down without unfinished requests.
 
 use std::fs::{File, OpenOptions};
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -37,6 +38,25 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 /// The byte of data at `at`; never 0.
 pub(crate) fn byte_at(at: u64) -> u8 {
     (at / 512 % 251) as u8 + 1
+}
+
+/// The bytes of data in a range; by sectors, because tests read many bytes and are compiled for no speed.
+pub(crate) fn bytes_at(range: Range<u64>) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity((range.end - range.start) as usize);
+    let mut at = range.start;
+    while at < range.end {
+        let end = (at / 512 * 512 + 512).min(range.end);
+        bytes.resize((end - range.start) as usize, byte_at(at));
+        at = end;
+    }
+    bytes
+}
+
+/// Bytes that differ from those of data everywhere in a range.
+pub(crate) fn inverted_at(range: Range<u64>) -> Vec<u8> {
+    let mut bytes = bytes_at(range);
+    bytes.iter_mut().for_each(|byte| *byte = !*byte);
+    bytes
 }
 
 /// The options of a disk without other writers.
@@ -114,8 +134,7 @@ impl Scene {
         let file = File::create(&image).unwrap();
         file.set_len(size).unwrap();
         for &(pos, len) in data {
-            let bytes: Vec<u8> = (pos..pos + len).map(byte_at).collect();
-            file.write_all_at(&bytes, pos).unwrap();
+            file.write_all_at(&bytes_at(pos..pos + len), pos).unwrap();
         }
         file.sync_all().unwrap();
         let disk = Arc::new(BlockDevice::open(&image, options).unwrap());
