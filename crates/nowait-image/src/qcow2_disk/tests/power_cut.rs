@@ -89,9 +89,14 @@ struct Scene {
 }
 
 /// The bytes that the write `number` puts into a sector; 0 is the content at the start.
-fn stamp(sector: u64, number: u32) -> Vec<u8> {
-    let word = |index: u64| ((u64::from(number) << 32 | sector) * 64 + index + 1).to_le_bytes();
-    (0..SECTOR / 8).flat_map(word).collect()
+fn stamp(sector: u64, number: u32) -> [u8; SECTOR as usize] {
+    let mut bytes = [0; SECTOR as usize];
+    let mut word = (u64::from(number) << 32 | sector) * 64;
+    for place in bytes.chunks_exact_mut(8) {
+        word += 1;
+        place.copy_from_slice(&word.to_le_bytes());
+    }
+    bytes
 }
 
 /// One thread's requests.
@@ -255,7 +260,7 @@ fn check_image(path: &Path, scene: &Scene, events: &[Event], label: &str) {
         let later = &sector.sent[sector.durable.saturating_sub(1)..];
         let is_from = |&(number, change): &(u32, Change)| match change {
             Change::Bytes => found == stamp(at, number),
-            Change::Zeros | Change::Discard => found.iter().all(|&byte| byte == 0),
+            Change::Zeros | Change::Discard => found == [0; SECTOR as usize],
         };
         let from = first.iter().chain(later).find(|change| is_from(change));
         assert!(from.is_some(), "{label}: sector {at} is from none of {first:?} {later:?}");
