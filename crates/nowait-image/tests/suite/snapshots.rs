@@ -9,7 +9,7 @@ use nowait_image::check::check;
 use nowait_image::create::{CreateOptions, create};
 use nowait_image::qcow2_disk::{self, ServeOptions};
 use nowait_image::{Chain, ChainOptions, ChainReader, Format, ImageFile, Purpose, map};
-use nowait_testkit::{Random, require_qemu};
+use nowait_testkit::{Random, no_child_starts, require_qemu};
 
 use crate::images::{Images, qemu_img, qemu_io};
 
@@ -101,8 +101,11 @@ fn the_disk_as_of_each_snapshot_has_the_bytes_that_qemu_reads() {
             backing_format: Some(Format::Qcow2),
             ..CreateOptions::new(Format::Qcow2, None)
         };
-        assert_eq!(create(&over, &of).unwrap(), 4 * MIB);
-        let chain = Chain::open(&over, &ChainOptions::default()).unwrap();
+        let chain = {
+            let _alone = no_child_starts();
+            assert_eq!(create(&over, &of).unwrap(), 4 * MIB);
+            Chain::open(&over, &ChainOptions::default()).unwrap()
+        };
         let mut found = vec![0; 4 << 20];
         ChainReader::new(chain.layers()).unwrap().read_at(0, &mut found).unwrap();
         assert!(found == theirs(&images, "before"));
