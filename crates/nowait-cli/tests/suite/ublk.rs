@@ -81,9 +81,10 @@ cat /data/out
 ls /dev/ublkb5 2>/dev/null || echo "guest: no node"
 "#;
 
-/// A server that ends while its node is in use, and nodes that are taken away from servers.
+/// What the driver can do; a server that ends while its node is in use, and nodes that are taken away from servers.
 const LEFT: &str = r#"
 load ublk_drv
+/test/nowait ublk features
 serve /dev/vda --ublk
 /test/mkfs.ext4 -q /dev/ublkb0 && mount -t ext4 /dev/ublkb0 /disk/new
 dd if=/dev/urandom of=/data/random bs=1M count=8 2>/dev/null
@@ -222,9 +223,8 @@ echo "guest: the device has blocks of $(cat /sys/block/ublkb4/queue/logical_bloc
 end_server TERM
 "#;
 
-/// Nodes with blocks that were asked for, and which they keep at the next server.
+/// Nodes with blocks that were asked for, and which they keep at the next server; after [`BLOCKS`], on its device.
 const BLOCK_SIZES: &str = r#"
-load ublk_drv; load configfs; load null_blk nr_devices=1 gb=1 bs=4096 memory_backed=1
 truncate -s 1M /data/disk; truncate -s 1048064 /data/odd
 blocks() { cat /sys/block/ublkb$1/queue/logical_block_size; }
 for size in 512 4K; do
@@ -342,6 +342,7 @@ fn a_node_survives_killed_servers(kernel: Kernel) {
 fn a_node_in_use_is_left(kernel: Kernel) {
     let Some(scene) = Scene::new(kernel) else { return };
     let console = scene.run_past_hangs(LEFT);
+    assert_features(&console, kernel == Kernel::V7_3);
     assert_said(
         &console,
         &[
@@ -369,6 +370,16 @@ fn a_node_in_use_is_left(kernel: Kernel) {
     check_written(&scene.scratch, &scene.disk, &console, 1);
 }
 
+/// Checks what the driver was asked and says that it can do, which is more where it is a newer one.
+fn assert_features(console: &str, newer: bool) {
+    for feature in ["USER_RECOVERY\r\n", "USER_COPY\r\n"] {
+        assert!(console.contains(feature), "{feature}: {console}");
+    }
+    for feature in ["AUTO_BUF_REG", "UPDATE_SIZE", "QUIESCE", "SAFE_STOP_DEV", "BATCH_IO"] {
+        assert_eq!(console.contains(&format!("{feature}\r\n")), newer, "{feature}: {console}");
+    }
+}
+
 #[test]
 fn a_node_survives_servers_that_are_killed_under_load_and_is_removed_when_its_users_have_left() {
     a_node_survives_killed_servers(Kernel::V6_12);
@@ -380,12 +391,12 @@ fn a_node_of_a_newer_driver_survives_servers_that_are_killed_under_load() {
 }
 
 #[test]
-fn a_node_in_use_is_left_to_the_next_server_of_the_same_image() {
+fn a_node_in_use_is_left_to_the_next_server_of_the_same_image_by_a_driver_that_says_what_it_can() {
     a_node_in_use_is_left(Kernel::V6_12);
 }
 
 #[test]
-fn a_node_of_a_newer_driver_in_use_is_left_to_the_next_server_of_the_same_image() {
+fn a_node_in_use_is_left_by_a_newer_driver_that_says_what_more_it_can() {
     a_node_in_use_is_left(Kernel::V7_3);
 }
 
@@ -404,20 +415,6 @@ fn what_fio_writes_to_xfs_on_a_node_is_verified_also_when_a_server_is_killed_mea
     assert!(!console.contains("I/O error"), "{console}");
     let places = ["serving /dev/ublkb6", "guest: fio 0"].map(|line| console.rfind(line));
     assert!(places[0] < places[1], "fio had ended before the server was killed: {console}");
-}
-
-#[test]
-fn what_a_driver_can_do_is_asked_of_it() {
-    for (kernel, offers) in [(Kernel::V6_12, false), (Kernel::V7_3, true)] {
-        let Some(scene) = Scene::new(kernel) else { return };
-        let console = scene.run("load ublk_drv\n/test/nowait ublk features");
-        for feature in ["USER_RECOVERY\r\n", "USER_COPY\r\n"] {
-            assert!(console.contains(feature), "{feature}: {console}");
-        }
-        for feature in ["AUTO_BUF_REG", "UPDATE_SIZE", "QUIESCE", "SAFE_STOP_DEV", "BATCH_IO"] {
-            assert_eq!(console.contains(&format!("{feature}\r\n")), offers, "{feature}: {console}");
-        }
-    }
 }
 
 #[test]
@@ -443,9 +440,9 @@ fn a_newer_driver_resizes_a_node_hands_it_over_and_stops_it_only_without_hidden_
 }
 
 #[test]
-fn a_node_has_blocks_of_512_bytes_and_the_end_of_its_image_whatever_the_file_system_needs() {
+fn a_node_has_blocks_of_512_bytes_on_any_file_system_or_those_asked_for_which_it_keeps() {
     let Some(scene) = Scene::new(Kernel::V7_3) else { return };
-    let console = scene.run(BLOCKS);
+    let console = scene.run(&[BLOCKS, BLOCK_SIZES].concat());
     for off in ["none", "zero-copy"] {
         let lines = [
             "blocks of 512, 16385 sectors",
@@ -460,21 +457,20 @@ fn a_node_has_blocks_of_512_bytes_and_the_end_of_its_image_whatever_the_file_sys
     }
     assert_said(&console, &["guest: the device has blocks of 4096"]);
     assert!(!console.contains("guest: I/O error"), "{console}");
+    assert_block_sizes(&console);
 }
 
-#[test]
-fn a_node_has_the_blocks_that_were_asked_for_and_keeps_them_at_the_next_server() {
-    let Some(scene) = Scene::new(Kernel::V7_3) else { return };
-    let console = scene.run(BLOCK_SIZES);
+/// Checks what the guest has said of nodes with blocks that were asked for.
+fn assert_block_sizes(console: &str) {
     for (size, bytes) in [("512", 512), ("4K", 4096)] {
         let line = format!("guest: {size}: blocks of {bytes}, 2048 sectors");
         let others = ["", "--block-size 512", "--block-size 4096"];
         let kept = others.map(|other| format!("guest: {size}: then {other} blocks of {bytes}"));
         let lines: Vec<&str> = kept.iter().chain([&line]).map(String::as_str).collect();
-        assert_said(&console, &lines);
+        assert_said(console, &lines);
     }
     assert_said(
-        &console,
+        console,
         &[
             "/data/odd: its 1048064 bytes are not a multiple of --block-size 4096",
             "guest: odd 66",
