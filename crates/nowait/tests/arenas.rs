@@ -34,7 +34,7 @@ fn an_engine_registers_an_arena_once_and_serves_all_of_its_devices_from_it() {
         let can = registers(kind);
         let mut engine = Engine::new(queue, WorkerPool::new(2), config).unwrap();
         let arena = IoArena::new(64 * BLOCK).unwrap();
-        let registered = nowait::RegisteredMemory::of_this_process().bytes;
+        let registered = nowait::internal::RegisteredMemory::of_this_process().bytes;
         // Other tests of this process may use up the limit on locked memory.
         let known = engine.register(&arena);
         assert!(can || !known, "{kind:?}");
@@ -42,7 +42,7 @@ fn an_engine_registers_an_arena_once_and_serves_all_of_its_devices_from_it() {
             nowait_testkit::skip("no locked memory is left");
         }
         assert_eq!(engine.register(&arena.clone()), known, "{kind:?}: it is the same one");
-        let now = nowait::RegisteredMemory::of_this_process().bytes;
+        let now = nowait::internal::RegisteredMemory::of_this_process().bytes;
         assert!(!known || now >= registered.min(64 * BLOCK), "{kind:?}");
         let files = [file(), file()];
         let devices = [0, 1].map(|n: usize| engine.attach(disk(&files[n])).unwrap());
