@@ -46,7 +46,7 @@ async fn compare(pair: Arc<Pair>) -> Result<(), Error> {
 }
 
 /// The first differing byte; `None` if the images are the same.
-async fn first_difference(one: &Path, other: &Path) -> Result<Option<u64>, Error> {
+pub(crate) async fn first_difference(one: &Path, other: &Path) -> Result<Option<u64>, Error> {
     let options = OpenOptions::new().read_only(true);
     let one = AsyncFile::open(one, options)?;
     let other = AsyncFile::open(other, options)?;

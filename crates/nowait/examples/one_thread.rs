@@ -46,7 +46,7 @@ async fn print_progress(count: Rc<Count>) {
     }
 }
 
-async fn run(path: &Path) -> Result<usize, Error> {
+pub(crate) async fn run(path: &Path) -> Result<usize, Error> {
     let options = OpenOptions::new().read_only(true);
     let file = LocalAsyncFile::open(path, options)?;
     spawn_local(file.tokio_driver());

@@ -102,6 +102,8 @@ pub mod fuzz;
 
 pub use api::async_file::AsyncFile;
 pub use api::blocking_file::BlockingFile;
+#[cfg(any(feature = "futures-io", all(feature = "tokio", not(loom))))]
+pub use api::file_stream::{FileStream, StreamFile};
 pub use api::local_file::LocalAsyncFile;
 pub use api::local_file::local_driver::LocalDriver;
 pub use block::allocation_cache::AllocationCache;

@@ -9,3 +9,5 @@ mod file_turns;
 mod timed_request;
 pub(crate) mod async_file;
 pub(crate) mod local_file;
+#[cfg(any(feature = "futures-io", all(feature = "tokio", not(loom))))]
+pub(crate) mod file_stream;

@@ -13,7 +13,7 @@ use crate::threads::alarm_clock::Alarm;
 use crate::types::error::{Error, Operation};
 
 /// A request and the time that it has from its first poll on.
-pub(crate) struct TimedRequest<F> {
+pub struct TimedRequest<F> {
     /// `None` when it was late.
     request: Option<F>,
     timeout: Option<Duration>,

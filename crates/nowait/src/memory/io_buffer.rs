@@ -79,13 +79,17 @@ impl IoBuffer {
         }
     }
 
-    /// Passes the memory on as segments of a request.
-    pub(crate) fn with_segments<T>(&mut self, run: impl FnOnce(&[IoSegment]) -> T) -> T {
+    /// Passes the memory on as segments of a request of `len` bytes: that of several buffers as a whole, of one buffer its
+    /// first bytes.
+    pub(crate) fn with_segments<T>(&mut self, len: u64, run: impl FnOnce(&[IoSegment]) -> T) -> T {
         let segment =
             |buffer: &mut Self| IoSegment { base: buffer.as_mut_ptr(), len: buffer.len() };
         match &mut self.0 {
             Memory::List(buffers) => run(&buffers.iter_mut().map(segment).collect::<Vec<_>>()),
-            Memory::Empty | Memory::Own(_) | Memory::Part(_) => run(&[segment(self)]),
+            Memory::Empty | Memory::Own(_) | Memory::Part(_) => {
+                let whole = segment(self);
+                run(&[IoSegment { len: whole.len.min(len as usize), ..whole }])
+            }
         }
     }
 }

@@ -124,7 +124,7 @@ impl<Q: IoQueue> Driver<Q> {
                 let (number, engine) = (number.unwrap_or(UNREGISTERED), &mut self.engine);
                 // SAFETY: the buffer stays in place, in `in_flight`, until the engine gives the
                 // request back; if the engine is dropped before that, `drop` has leaked the memory.
-                buffer.with_segments(|segments| unsafe {
+                buffer.with_segments(io.range.len, |segments| unsafe {
                     engine.submit_numbered(device, io, segments, number, tag as u64)
                 })
             }

@@ -319,6 +319,19 @@ impl AsyncFile {
         async move { request.await.0.map(|_| ()) }
     }
 
+    /// A read or write of the first `len` bytes of `buffer`.
+    #[cfg(any(feature = "futures-io", all(feature = "tokio", not(loom))))]
+    pub(crate) fn request_of(
+        &self,
+        op: Op,
+        pos: u64,
+        len: usize,
+        buffer: IoBuffer,
+    ) -> TimedRequest<RequestFuture> {
+        let range = ByteRange::new(pos, len.min(buffer.len()) as u64);
+        self.request(op, self.flags, range, buffer)
+    }
+
     fn request(
         &self,
         op: Op,
@@ -350,7 +363,8 @@ struct PendingSubmit {
 
 /// A request as a future.
 #[must_use = "a request is sent when it is awaited"]
-struct RequestFuture {
+#[allow(unreachable_pub, reason = "with the features of `FileStream` its trait names it")]
+pub struct RequestFuture {
     unsent: Option<PendingSubmit>,
     /// Under which ID it waits for room in the channel.
     waiter_id: Option<u64>,

@@ -10,9 +10,10 @@ mod wake_flag;
 mod shared_engine;
 mod thread_engines;
 mod file_state;
-mod request_future;
+pub(crate) mod request_future;
 mod local_file_calls;
 pub(crate) mod local_driver;
+mod task_driver;
 #[cfg(all(feature = "tokio", not(loom)))]
 mod tokio_driver;
 
@@ -284,6 +285,19 @@ impl LocalAsyncFile {
     ) -> impl Future<Output = Result<(), Error>> + use<> {
         let request = self.request(op, flags, range, IoBuffer::default());
         async move { request.await.0.map(|_| ()) }
+    }
+
+    /// A read or write of the first `len` bytes of `buffer`.
+    #[cfg(any(feature = "futures-io", all(feature = "tokio", not(loom))))]
+    pub(crate) fn request_of(
+        &self,
+        op: Op,
+        pos: u64,
+        len: usize,
+        buffer: IoBuffer,
+    ) -> TimedRequest<RequestFuture> {
+        let range = ByteRange::new(pos, len.min(buffer.len()) as u64);
+        self.request(op, self.flags, range, buffer)
     }
 
     fn request(

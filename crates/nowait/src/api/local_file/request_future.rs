@@ -15,7 +15,8 @@ use crate::types::request::Request;
 
 /// A request; it is sent by the first poll.
 #[must_use = "a request is sent when it is awaited"]
-pub(crate) struct RequestFuture {
+#[allow(unreachable_pub, reason = "with the features of `FileStream` its trait names it")]
+pub struct RequestFuture {
     file: Rc<FileState>,
     stage: Stage,
 }

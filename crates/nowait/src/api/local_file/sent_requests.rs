@@ -102,7 +102,7 @@ impl SentRequests {
         let (arena, engine) = (buffer.arena().cloned(), &mut self.engine);
         // SAFETY: the buffer stays in its slot, and the slot in use, until the engine gives the
         // request back; `fail` and `drop` leak it where the engine cannot.
-        let submitted = buffer.with_segments(|segments| unsafe {
+        let submitted = buffer.with_segments(io.range.len, |segments| unsafe {
             engine.submit_any(device, io, segments, arena.as_ref(), u64::from(slot))
         });
         match submitted {

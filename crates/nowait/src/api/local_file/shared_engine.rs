@@ -19,10 +19,8 @@ pub(crate) struct SharedEngine {
     /// The waker of a driver that waits for a request to be sent, or for the end of the last file.
     driver: Cell<Option<Waker>>,
     /// The wakers of drivers that wait for the end of another one, or of the last file.
-    #[cfg(all(feature = "tokio", not(loom)))]
     pub(crate) standby: RefCell<slab::Slab<Waker>>,
     /// A driver of tokio is at work.
-    #[cfg(all(feature = "tokio", not(loom)))]
     pub(crate) has_driver: Cell<bool>,
     /// The flag whose descriptor ends a `wait`.
     watched: RefCell<Option<Arc<WakeFlag>>>,
@@ -34,9 +32,7 @@ impl SharedEngine {
         Self {
             requests: RefCell::new(SentRequests::new(engine)),
             driver: Cell::new(None),
-            #[cfg(all(feature = "tokio", not(loom)))]
             standby: RefCell::default(),
-            #[cfg(all(feature = "tokio", not(loom)))]
             has_driver: Cell::new(false),
             watched: RefCell::new(None),
             readable: OnceCell::new(),
@@ -118,14 +114,12 @@ impl SharedEngine {
     }
 
     /// Whether the engine has requests that have not ended.
-    #[cfg(all(feature = "tokio", not(loom)))]
     pub(crate) fn is_busy(&self) -> bool {
         let requests = self.requests.borrow();
         requests.failure.is_none() && requests.engine.in_flight() > 0
     }
 
     /// Wakes `waker` when the next request is sent, or when the last file is closed.
-    #[cfg(all(feature = "tokio", not(loom)))]
     pub(crate) fn set_driver(&self, waker: Option<Waker>) {
         drop(self.driver.replace(waker));
     }
@@ -139,7 +133,6 @@ impl SharedEngine {
     }
 
     /// Wakes the drivers that wait for the end of another one.
-    #[cfg(all(feature = "tokio", not(loom)))]
     pub(crate) fn wake_standby(&self) {
         let wakers: Vec<Waker> =
             self.standby.borrow().iter().map(|(_, waker)| waker.clone()).collect();
@@ -194,7 +187,6 @@ impl SharedEngine {
 impl Drop for SharedEngine {
     fn drop(&mut self) {
         self.wake_driver();
-        #[cfg(all(feature = "tokio", not(loom)))]
         self.wake_standby();
     }
 }
