@@ -21,6 +21,10 @@ pub struct Alignment {
     pub read_offset: u32,
 }
 
+/// A device that reads whole pages may need memory of whole pages, whatever it says: zram says 512, and for memory that
+/// is not at a page it reads and overwrites bytes beside it (Linux 6.18).
+const PAGE: u32 = 4096;
+
 /// Lengths to probe where neither statx(2) nor the device reports the alignment, smallest first.
 const PROBED_BYTES: [usize; 4] = [512, 1024, 2048, 4096];
 
@@ -100,6 +104,7 @@ impl Alignment {
             return Err(Error::new(libc::EOPNOTSUPP, Operation::Align));
         }
         let read_offset = if read_offset.is_power_of_two() { read_offset } else { offset };
+        let memory = if read_offset >= PAGE { memory.max(PAGE) } else { memory };
         Ok(Self::fitted(memory, offset, read_offset))
     }
 
@@ -147,6 +152,14 @@ mod tests {
         assert_eq!((alignment.offset, alignment.read_offset), (4096, 512));
         assert_eq!(Alignment::from_statx(4, 512, 0).unwrap().read_offset, 512);
         assert_eq!(Alignment::from_statx(4096, 4096, 512).unwrap().read_offset, 4096);
+    }
+
+    #[test]
+    fn c15_what_reads_whole_pages_gets_memory_of_whole_pages() {
+        let memory = |reported| Alignment::from_statx(512, 4096, reported).unwrap().memory;
+        assert_eq!([4096, 8192, 0].map(memory), [4096; 3]);
+        assert_eq!([2048, 512].map(memory), [512; 2]);
+        assert_eq!(Alignment::from_statx(4, 512, 0).unwrap().memory, 4);
     }
 
     #[test]
