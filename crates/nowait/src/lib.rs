@@ -1,30 +1,12 @@
-//! A user-space direct-I/O engine for Linux: requests of any position and length on a file, an
-//! image or a block device, without locks or allocation on the request path.
+//! Direct I/O for databases and storage software on Linux: reads and writes of any position and length on files, images
+//! and block devices, past the page cache, by io_uring where the system allows it. No call of an executor or an event
+//! loop blocks, and a request that must wait holds up no other.
 //!
-//! For programs that move data past the page cache: databases, storage servers, emulators, backups. The files that a
-//! program reads once are better read with the standard library.
+//! It is for you if you write a database, a log, an index, a cache or a server of disks, and want the disk's speed
+//! without a runtime of its own: from plain threads, from tokio, smol or any other executor, or from your own event
+//! loop.
 //!
-//! # Four APIs
-//!
-//! * [`BlockingFile`]: each call waits for its request.
-//! * [`Engine`]: for servers and event loops. One thread submits many requests, polls for
-//!   completions and waits on an [`IoQueue`] of its own: [`Uring`], or [`AioThreadQueue`] where
-//!   there is no io_uring. Each request gets one [`Completion`].
-//! * [`LocalAsyncFile`]: futures for the executor of one thread, on an engine of that thread. A
-//!   request costs what it costs the engine, about; a [`LocalDriver`] or tokio drives the files.
-//! * [`AsyncFile`]: futures for any executor, also of several threads. Threads of the library own
-//!   the queues: a request costs two hops between threads, and one or two allocations.
-//!
-//! The async files of a thread share its engine, and those of a process at most four threads with an
-//! engine each; all share the threads that may block ([`WorkerPool`]). So thousands of files cost
-//! little more than their descriptors, and one that is busy is as fast as it is alone. A file with many
-//! requests, or whose disk hangs, leaves slots and threads to the others.
-//!
-//! All four work on a [`BlockDevice`], which may be shared between threads. A [`BlockMap`] tells
-//! which file holds a range of the device; an [`ImageFormat`] adds images that allocate by
-//! themselves.
-//!
-//! # Example
+//! # First lines
 //!
 //! ```no_run
 //! use std::path::Path;
@@ -40,9 +22,31 @@
 //! }
 //! ```
 //!
-//! `examples/` has a small program for each API: `blocking`, `polling` (the engine), `one_thread` ([`LocalAsyncFile`])
-//! and `asynchronous` ([`AsyncFile`]), and `table_file` is a table that grows. Nothing is published yet; in Cargo.toml:
-//! `nowait = { git = "URL of the repository" }`.
+//! Nothing is published yet; in Cargo.toml: `nowait = { git = "URL of the repository" }`.
+//!
+//! # Four APIs
+//!
+//! * [`BlockingFile`]: each call waits for its request.
+//! * [`AsyncFile`]: futures for any executor, also of several threads. Threads of the library own the queues: a request
+//!   that is alone costs one hop between threads or none, and several in flight share two.
+//! * [`LocalAsyncFile`]: futures for the executor of one thread, on an engine of that thread. A request costs what it
+//!   costs the engine, about. A [`LocalDriver`] drives the files, or a task on the executor's reactor:
+//!   [`LocalAsyncFile::driver`], and for tokio `tokio_driver`.
+//! * [`Engine`]: for servers and event loops. One thread submits many requests, polls for
+//!   completions and waits on an [`IoQueue`] of its own: [`Uring`], or [`AioThreadQueue`] where
+//!   there is no io_uring. Each request gets one [`Completion`].
+//!
+//! `FileStream` makes a stream of an async file, with the traits of futures-io or tokio. `examples/` has a small program for
+//! each API and for each executor; `docs/files.md` tells which to take and what a request costs.
+//!
+//! The async files of a thread share its engine, and those of a process at most four threads with an
+//! engine each; all share the threads that may block ([`WorkerPool`]). So thousands of files cost
+//! little more than their descriptors, and one that is busy is as fast as it is alone. A file with many
+//! requests, or whose disk hangs, leaves slots and threads to the others.
+//!
+//! All four work on a [`BlockDevice`], which may be shared between threads. A [`BlockMap`] tells
+//! which file holds a range of the device; an [`ImageFormat`] adds images that allocate by
+//! themselves.
 //!
 //! # Files and disks
 //!
@@ -70,8 +74,8 @@
 //!
 //! # Features
 //!
-//! All are off by default: `tokio` adds `LocalAsyncFile::tokio_driver`. For tests only: `sim` adds a
-//! simulated device, `fuzz` entry points for fuzz targets.
+//! All are off by default: `tokio` adds `LocalAsyncFile::tokio_driver`, and tokio's traits of streams to `FileStream`;
+//! `futures-io` adds those of that crate. For tests only: `sim` adds a simulated device, `fuzz` entry points for fuzz targets.
 // The modules are listed in the order of their dependencies: a file uses only those before it.
 #![deny(unsafe_code)]
 #![cfg_attr(not(target_os = "linux"), allow(unused))]
@@ -169,7 +173,8 @@ pub mod internal {
     pub use crate::types::iovec::MAX_TRANSFER_BYTES;
 }
 
-/// Compiles the README's examples.
+/// Compiles the examples of both READMEs.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
+#[doc = include_str!("../README.md")]
 struct Readme;

@@ -198,6 +198,22 @@ fn of_several_threads(path: &Path, kind: TestQueueKind, shape: Shape) -> Option<
     Some(of_futures(shape.range(0).len, |n, buffer| file.read_at(buffer, shape.range(n).pos)))
 }
 
+/// Allocations of reads of a file of a shared thread, one at a time: its callers submit them.
+fn of_a_shared_thread(path: &Path) -> u64 {
+    let file = AsyncFile::open(path, OpenOptions::default()).unwrap();
+    let mut buffer = Some(IoBuffer::zeroed(BLOCK as usize).unwrap());
+    counted(|count| {
+        pollster::block_on(async {
+            for n in 0..count {
+                let pos = Shape::Aligned.range(n).pos;
+                let (read, back) = file.read_at(buffer.take().unwrap(), pos).await;
+                assert_eq!(read, Ok(BLOCK as usize));
+                buffer = Some(back);
+            }
+        })
+    })
+}
+
 #[test]
 fn a_request_of_4_kib_allocates_nothing_in_any_api_of_one_thread() {
     let on = Config::default();
@@ -227,6 +243,9 @@ fn a_request_of_4_kib_allocates_nothing_in_any_api_of_one_thread() {
         }
         check(of_blocking(&path, shape), false, &format!("BlockingFile, {shape:?}"));
     }
+    // One that the kernel has refused to its caller costs another one.
+    let counted = of_a_shared_thread(&path);
+    assert!(counted <= 2 * REQUESTS + REQUESTS / 10, "AsyncFile, one request at a time: {counted}");
     // The counter works: with the pool off every request allocates its slot.
     let config = Config { pool: false, ..Config::default() };
     assert_eq!(of_engine(TestQueueKind::Null, config, Shape::Aligned), Some(REQUESTS));

@@ -93,6 +93,11 @@ impl<T> Receiver<T> {
         }
     }
 
+    /// Whether the sender is gone, so that a poll is ready.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.0.state.load(Ordering::Acquire) == DONE
+    }
+
     fn take(&mut self) -> Option<T> {
         // SAFETY: the state is `DONE`, so this side owns the value.
         self.0.value.with_mut(|slot| unsafe { (*slot).take() })

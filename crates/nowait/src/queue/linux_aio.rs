@@ -103,9 +103,13 @@ impl Aio {
 
     /// Adds a transfer to or from `fd` to those of the next [`Aio::submit`].
     pub(crate) fn push(&mut self, fd: BorrowedFd<'_>, transfer: &Transfer, token: u32) {
+        self.iocbs.push(self.iocb(fd, transfer, token::of_slot(token)));
+    }
+
+    fn iocb(&self, fd: BorrowedFd<'_>, transfer: &Transfer, token: Token) -> Iocb {
         let (list, len) = (transfer.segments > 0, u64::from(transfer.len));
-        self.iocbs.push(Iocb {
-            token: token::of_slot(token),
+        Iocb {
+            token,
             key: 0,
             rw_flags: transfer.rw_flags,
             operation: match (transfer.write, list) {
@@ -122,7 +126,24 @@ impl Aio {
             reserved: 0,
             flags: IOCB_FLAG_RESFD,
             eventfd: self.eventfd.as_raw_fd(),
-        });
+        }
+    }
+
+    /// Submits one transfer, from any thread. False if the kernel has not accepted it.
+    ///
+    /// # Safety
+    /// As for [`Aio::submit`].
+    pub(crate) unsafe fn submit_one(
+        &self,
+        fd: BorrowedFd<'_>,
+        transfer: &Transfer,
+        token: Token,
+    ) -> bool {
+        let entry = self.iocb(fd, transfer, token);
+        let pointer = &raw const entry;
+        // SAFETY: one pointer to an entry, which the kernel copies; the memory that it names is valid as the caller
+        // promised.
+        unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1, &raw const pointer) == 1 }
     }
 
     /// Submits the added transfers; returns how many of them, in order, the kernel has accepted.
@@ -159,12 +180,25 @@ impl Aio {
     }
 
     /// Passes all completions to `sink`; returns their number.
-    pub(crate) fn drain(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
+    pub(crate) fn drain(&mut self, sink: impl FnMut(Token, Outcome)) -> usize {
+        // SAFETY: no other thread has it meanwhile.
+        unsafe { self.drain_shared(usize::MAX, sink) }
+    }
+
+    /// As [`Aio::drain`], at most `most` completions, while other threads submit.
+    ///
+    /// # Safety
+    /// One thread drains at a time.
+    pub(crate) unsafe fn drain_shared(
+        &self,
+        most: usize,
+        mut sink: impl FnMut(Token, Outcome),
+    ) -> usize {
         let mut count = 0;
         let ring = self.ring();
         // Only this side moves the head.
         let mut head = ring.head.load(Ordering::Relaxed);
-        while head != ring.tail.load(Ordering::Acquire) {
+        while count < most && head != ring.tail.load(Ordering::Acquire) {
             let events = std::ptr::with_exposed_provenance::<AioRing>(self.context).wrapping_add(1);
             // SAFETY: an event between head and tail, which the kernel does not change until the
             // head has moved on; the ring's mapping includes the events behind the header.

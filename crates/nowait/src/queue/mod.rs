@@ -10,7 +10,7 @@ pub(crate) mod queue_files;
 mod epoll;
 mod null;
 mod preadv2;
-mod linux_aio;
+pub(crate) mod linux_aio;
 mod aio_threads;
 mod uring;
 pub(crate) mod remote;

@@ -7,7 +7,7 @@
 //! | 0| 0| 0| 0|          0           | slot of the engine    |  transfer
 //! | 0| 1| 0| 0|          0           |           0           |  RING_OWN: a ring's entry for itself
 //! | 1| 0| 0| 0| number that the caller of the engine chooses |  watched descriptor; command
-//! | 1| 0| 0| 0| 1         0                      0           |  WAKE_EVENT: such a number
+//! | 1| 0| 0| 0| 1         0             0 wake, 1 transfers |  WAKE_EVENT, CALLERS_EVENT: such numbers
 //! | 1| 0| 1| 0| the same number                              |  RING_ONCE: reported once, in a ring
 //! | 1| 0| 0| 1|          0             0 workers, 1 storages |  event of the engine
 //! | 1| 1| 0| 0|          0             0 threads, 1 AIO      |  event of a queue without a ring
@@ -57,6 +57,8 @@ pub(crate) const THREADS_EVENT: Token = FD_TOKEN | RINGLESS;
 pub(crate) const AIO_EVENT: Token = FD_TOKEN | RINGLESS | 1;
 /// The driver of an async API was woken; a number of a caller of the engine.
 pub(crate) const WAKE_EVENT: Token = FD_TOKEN | 1 << 59;
+/// A transfer that a caller of the async API has submitted itself has completed; a number as that of `WAKE_EVENT`.
+pub(crate) const CALLERS_EVENT: Token = WAKE_EVENT | 1;
 
 /// In the ring that polls devices: a read that tells whether a file system polls. No place is that
 /// great.

@@ -60,9 +60,18 @@ fn start_on_any(path: &std::path::Path) -> (AsyncFile, Weak<Device>) {
     start(path, uring).or_else(|| start(path, threads)).unwrap()
 }
 
-fn agrees_on_a_runtime(kind: TestQueueKind) {
+/// The device on a thread that files share; callers submit some of their requests themselves.
+fn start_shared(path: &std::path::Path) -> (AsyncFile, Weak<Device>) {
+    let (disk, ..) = open(path);
+    let weak = Arc::downgrade(&disk);
+    (AsyncFile::new(disk).unwrap(), weak)
+}
+
+/// `None` is a thread that files share.
+fn agrees_on_a_runtime(kind: Option<TestQueueKind>) {
     let (_dir, path) = image(SIZE);
-    let Some((file, disk)) = start(&path, kind) else { return };
+    let started = kind.map_or_else(|| Some(start_shared(&path)), |kind| start(&path, kind));
+    let Some((file, disk)) = started else { return };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().unwrap();
     let tasks: Vec<_> =
         (0..TASKS).map(|task| runtime.spawn(Share::new(file.clone(), task).run())).collect();
@@ -76,9 +85,10 @@ fn agrees_on_a_runtime(kind: TestQueueKind) {
     assert_eq!(std::fs::metadata(&path).unwrap().len(), SIZE);
 }
 
-fn agrees_without_a_runtime(kind: TestQueueKind) {
+fn agrees_without_a_runtime(kind: Option<TestQueueKind>) {
     let (_dir, path) = image(SIZE);
-    let Some((file, disk)) = start(&path, kind) else { return };
+    let started = kind.map_or_else(|| Some(start_shared(&path)), |kind| start(&path, kind));
+    let Some((file, disk)) = started else { return };
     thread::scope(|scope| {
         for task in 0..TASKS {
             let share = Share::new(file.clone(), task);
@@ -92,22 +102,32 @@ fn agrees_without_a_runtime(kind: TestQueueKind) {
 
 #[test]
 fn uring_on_a_runtime_agrees_with_the_model_while_futures_are_dropped() {
-    agrees_on_a_runtime(TestQueueKind::Uring);
+    agrees_on_a_runtime(Some(TestQueueKind::Uring));
 }
 
 #[test]
 fn uring_without_a_runtime_agrees_with_the_model_while_futures_are_dropped() {
-    agrees_without_a_runtime(TestQueueKind::Uring);
+    agrees_without_a_runtime(Some(TestQueueKind::Uring));
 }
 
 #[test]
 fn threads_on_a_runtime_agree_with_the_model_while_futures_are_dropped() {
-    agrees_on_a_runtime(TestQueueKind::Threads);
+    agrees_on_a_runtime(Some(TestQueueKind::Threads));
 }
 
 #[test]
 fn threads_without_a_runtime_agree_with_the_model_while_futures_are_dropped() {
-    agrees_without_a_runtime(TestQueueKind::Threads);
+    agrees_without_a_runtime(Some(TestQueueKind::Threads));
+}
+
+#[test]
+fn a_shared_thread_on_a_runtime_agrees_with_the_model_while_futures_are_dropped() {
+    agrees_on_a_runtime(None);
+}
+
+#[test]
+fn a_shared_thread_without_a_runtime_agrees_with_the_model_while_futures_are_dropped() {
+    agrees_without_a_runtime(None);
 }
 
 #[test]

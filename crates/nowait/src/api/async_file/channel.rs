@@ -12,30 +12,13 @@ use std::task::Waker;
 
 use rustix::event::{EventfdFlags, eventfd};
 
+use crate::api::async_file::async_request::AsyncRequest;
+use crate::api::async_file::caller_transfers::CallerTransfers;
 use crate::api::file_turns::{FileTurns, Turn};
-use crate::api::oneshot::Sender;
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
-use crate::memory::io_buffer::IoBuffer;
 use crate::types::error::{Error, Operation};
-use crate::types::request::{Flags, Request};
-
-/// The result of a request: bytes done or an error, and its memory.
-pub(crate) type Answer = (Result<usize, Error>, IoBuffer);
-
-/// A request on its way to the driver.
-pub(crate) struct AsyncRequest {
-    pub(crate) io: Request,
-    pub(crate) buffer: IoBuffer,
-    pub(crate) sender: Sender<Answer>,
-}
-
-impl AsyncRequest {
-    /// Ends a request that was not submitted.
-    pub(crate) fn refuse(self, error: Error) {
-        self.sender.complete((Err(error), self.buffer));
-    }
-}
+use crate::types::request::Flags;
 
 /// Whether requests are accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,6 +47,8 @@ struct ChannelContents {
     phase: ChannelState,
     /// The driver looks at the lists before it sleeps.
     is_awake: bool,
+    /// The driver waits, or is to wait, for the transfers of callers.
+    watches_callers: bool,
 }
 
 /// The greatest number of requests that the driver takes together.
@@ -73,6 +58,8 @@ pub(crate) struct Channel {
     contents: Mutex<ChannelContents>,
     wake: OwnedFd,
     limit: usize,
+    /// For requests that their callers submit themselves; without it all go through the lists.
+    pub(crate) callers: Option<CallerTransfers>,
 }
 
 /// Requests that the driver takes together, and what else it has to know.
@@ -84,12 +71,14 @@ pub(crate) struct Batch {
     pub(crate) ended: Vec<u32>,
     /// Closed files of which no request is left.
     pub(crate) detached: Vec<u32>,
+    /// The driver is to wait for the transfers of callers.
+    pub(crate) watches_callers: bool,
     wakers: Vec<Waker>,
 }
 
 impl Channel {
     /// A channel without files, each of which may have `limit` requests that the driver has not taken.
-    pub(crate) fn new(limit: usize) -> Result<Self, Error> {
+    pub(crate) fn new(limit: usize, callers: Option<CallerTransfers>) -> Result<Self, Error> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| Error::from_os(e, Operation::SetUp))?;
         let contents = ChannelContents {
@@ -99,8 +88,9 @@ impl Channel {
             next_waiter_id: 0,
             phase: ChannelState::Open,
             is_awake: false,
+            watches_callers: false,
         };
-        Ok(Self { contents: Mutex::new(contents), wake, limit })
+        Ok(Self { contents: Mutex::new(contents), wake, limit, callers })
     }
 
     fn lock(&self) -> MutexGuard<'_, ChannelContents> {
@@ -195,7 +185,8 @@ impl Channel {
     pub(crate) fn take(&self, batch: &mut Batch, free: usize) -> ChannelState {
         debug_assert!(batch.turns.is_empty() && batch.detached.is_empty());
         let mut contents = self.lock();
-        let ChannelContents { files, closed, is_awake, phase, .. } = &mut *contents;
+        let ChannelContents { files, closed, is_awake, phase, watches_callers, .. } =
+            &mut *contents;
         batch.ended.drain(..).for_each(|file| files.ended(file));
         let mut left = free;
         while batch.turns.len() < BATCH
@@ -209,6 +200,7 @@ impl Channel {
             batch.turns.push(turn);
         }
         *is_awake = !batch.turns.is_empty();
+        batch.watches_callers = *watches_callers;
         closed.retain(|&file| {
             let is_busy = files.waiting(file) + files.in_engine(file) > 0;
             if !is_busy {
@@ -223,6 +215,47 @@ impl Channel {
         drop(contents);
         batch.wakers.drain(..).for_each(Waker::wake);
         phase
+    }
+
+    /// Whether a caller may submit a request itself: the channel is open, the driver has none of this file, and there is
+    /// room. It is counted then.
+    pub(crate) fn begin_transfer(&self, file: u32) -> bool {
+        let contents = self.lock();
+        contents.phase == ChannelState::Open
+            && contents.files.waiting(file) + contents.files.in_engine(file) == 0
+            && self.callers.as_ref().is_some_and(CallerTransfers::begin)
+    }
+
+    /// Has the driver wait for the transfers of callers, one of which is in flight.
+    pub(crate) fn watch_callers(&self) {
+        let mut contents = self.lock();
+        if !std::mem::replace(&mut contents.watches_callers, true) {
+            contents.is_awake = true;
+            drop(contents);
+            self.wake();
+        }
+    }
+
+    /// Ends that, unless one is in flight. True if the driver is not to wait any more.
+    pub(crate) fn unwatch_callers(&self) -> bool {
+        let mut contents = self.lock();
+        contents.watches_callers &= self.callers.as_ref().is_some_and(CallerTransfers::is_busy);
+        !contents.watches_callers
+    }
+
+    /// Sends a request that its caller has submitted in vain, whatever the length of its file's list.
+    pub(crate) fn send_again(&self, file: u32, request: AsyncRequest) {
+        let mut contents = self.lock();
+        if let ChannelState::Failed(error) = contents.phase {
+            drop(contents);
+            return request.refuse(error);
+        }
+        contents.files.push(file, request);
+        let sleeps = !std::mem::replace(&mut contents.is_awake, true);
+        drop(contents);
+        if sleeps {
+            self.wake();
+        }
     }
 
     /// Puts a request that the engine did not take back to the front of its file's list.
@@ -272,10 +305,12 @@ impl Channel {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::api::async_file::async_request::Answer;
     use crate::api::oneshot::{Receiver, oneshot};
+    use crate::memory::io_buffer::IoBuffer;
     use crate::storage::open_options::OpenOptions;
     use crate::types::byte_range::ByteRange;
-    use crate::types::request::Op;
+    use crate::types::request::{Op, Request};
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::task::{Poll, Wake};
 
@@ -295,7 +330,7 @@ mod tests {
 
     /// A channel with that many open files.
     fn channel<const FILES: usize>(limit: usize) -> (Channel, [u32; FILES]) {
-        let channel = Channel::new(limit).unwrap();
+        let channel = Channel::new(limit, None).unwrap();
         let files = [(); FILES].map(|()| channel.open(disk()).unwrap().unwrap());
         (channel, files)
     }

@@ -9,7 +9,9 @@ use std::sync::Arc;
 
 use slab::Slab;
 
-use crate::api::async_file::channel::{AsyncRequest, Batch, Channel, ChannelState};
+use crate::api::async_file::async_request::AsyncRequest;
+use crate::api::async_file::caller_transfers::CallersWatch;
+use crate::api::async_file::channel::{Batch, Channel, ChannelState};
 use crate::api::file_turns::Turn;
 use crate::block::block_map::BlockMap;
 use crate::blocking::worker_pool::WorkerPool;
@@ -19,7 +21,7 @@ use crate::queue::{Interest, IoQueue};
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
 use crate::types::request::{Flags, Op};
-use crate::types::token::WAKE_EVENT;
+use crate::types::token::{CALLERS_EVENT, WAKE_EVENT};
 use crate::types::transfer::UNREGISTERED;
 
 pub(crate) struct Driver<Q: IoQueue> {
@@ -31,6 +33,7 @@ pub(crate) struct Driver<Q: IoQueue> {
     batch: Batch,
     /// Requests that the engine has, with the numbers of their files, by tag.
     in_flight: Slab<(u32, AsyncRequest)>,
+    callers: CallersWatch,
     /// The error of requests that are left when the driver ends.
     final_error: Error,
 }
@@ -52,6 +55,7 @@ impl<Q: IoQueue> Driver<Q> {
             channel,
             batch: Batch::default(),
             in_flight: Slab::new(),
+            callers: CallersWatch::default(),
             final_error: Error::new(libc::EIO, Operation::Wait),
         })
     }
@@ -65,11 +69,36 @@ impl<Q: IoQueue> Driver<Q> {
 
     fn serve(&mut self) -> Result<(), Error> {
         while self.submit_all() != ChannelState::Closed {
+            self.watch_callers()?;
+            let mut by_callers = false;
             // One system call submits to the kernel and sleeps.
-            self.engine.wait(None, &mut |_, _| {})?;
+            self.engine.wait(None, &mut |token, _| by_callers |= token == CALLERS_EVENT)?;
             self.complete();
+            if by_callers {
+                self.end_transfers();
+            }
         }
         Ok(())
+    }
+
+    /// Waits for the transfers of callers from now on, if that is wanted. The descriptor is readable if one has
+    /// completed before.
+    fn watch_callers(&mut self) -> Result<(), Error> {
+        match &self.channel.callers {
+            Some(callers) if self.callers.begins(self.batch.watches_callers) => {
+                self.engine.watch(callers.fd(), CALLERS_EVENT, Interest::Readable)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Ends transfers of callers; after many wake-ups for none it does not wait for them.
+    fn end_transfers(&mut self) {
+        let Some(callers) = &self.channel.callers else { return };
+        if self.callers.woke(callers.drain()) && self.channel.unwatch_callers() {
+            self.engine.unwatch(callers.fd(), CALLERS_EVENT);
+            self.callers.ended();
+        }
     }
 
     /// Submits requests until no file has one for which there is room. A request that comes later
@@ -191,6 +220,9 @@ impl<Q: IoQueue> Drop for Driver<Q> {
             std::mem::forget(std::mem::take(&mut request.buffer));
         }
         self.channel.fail(self.final_error);
+        if let Some(callers) = &self.channel.callers {
+            callers.settle();
+        }
         let left = self.batch.turns.drain(..).map(|turn| turn.request);
         let left = left.chain(self.in_flight.drain().map(|(_, request)| request));
         left.for_each(|request| request.refuse(self.final_error));

@@ -6,6 +6,7 @@
 use std::num::NonZero;
 use std::sync::{Arc, Mutex, PoisonError, Weak, mpsc};
 
+use crate::api::async_file::caller_transfers::CallerTransfers;
 use crate::api::async_file::channel::Channel;
 use crate::api::async_file::driver::Driver;
 use crate::api::process_workers::process_workers;
@@ -39,7 +40,8 @@ pub(crate) fn open(disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<(Arc<Channel>
         open.retain(|channel| channel.open_files().is_some());
         if open.len() < processors().min(MOST_THREADS) {
             let config = Config::default();
-            match start(process_workers(), config, move || QueueKind::Auto.open(config.slots)) {
+            let make = move || QueueKind::Auto.open(config.slots);
+            match start(process_workers(), config, CallerTransfers::new(), make) {
                 Ok(channel) => open.push(channel),
                 Err(error) if open.is_empty() => return Err(error),
                 // The others serve the file as well.
@@ -62,8 +64,8 @@ fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, NonZero::get)
 }
 
-/// Starts a thread that serves a new channel on the queue that `make` makes there. It ends when the
-/// last file of the channel is closed.
+/// Starts a thread that serves a new channel on the queue that `make` makes there, and the transfers of `callers`. It
+/// ends when the last file of the channel is closed.
 ///
 /// # Errors
 /// `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: a descriptor or the thread could not be made; the error of
@@ -71,9 +73,10 @@ fn processors() -> usize {
 pub(crate) fn start<Q: IoQueue>(
     workers: WorkerPool,
     config: Config,
+    callers: Option<CallerTransfers>,
     make: impl FnOnce() -> Result<Q, Error> + Send + 'static,
 ) -> Result<Arc<Channel>, Error> {
-    let channel = Arc::new(Channel::new(2 * config.slots as usize)?);
+    let channel = Arc::new(Channel::new(2 * config.slots as usize, callers)?);
     let (ready, made) = mpsc::channel();
     let served = channel.clone();
     let run = move || {

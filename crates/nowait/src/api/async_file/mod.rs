@@ -2,8 +2,10 @@
 //!
 //! Invariant: an unsent request holds its file, and so its thread, so that its driver exists when it is
 //! sent; a sent request holds only the receiver of its result, so that it may be dropped at any time
-//! (C45).
+//! (C45). One that its task's thread has submitted is held by the kernel.
 
+mod async_request;
+mod caller_transfers;
 mod channel;
 mod driver;
 mod engine_threads;
@@ -14,6 +16,7 @@ use std::future::Future;
 use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -22,6 +25,7 @@ use crate::api::timed_request::TimedRequest;
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
 use crate::blocking::worker_pool::WorkerPool;
+use crate::engine::simple_path::SimplePath;
 use crate::memory::io_buffer::IoBuffer;
 use crate::queue::IoQueue;
 use crate::storage::open_options::OpenOptions;
@@ -29,7 +33,9 @@ use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
 use crate::types::request::{Flags, Op, Request};
-use channel::{Answer, AsyncRequest, Channel};
+use async_request::{Answer, AsyncRequest};
+use caller_transfers::{Attempt, Refusals};
+use channel::Channel;
 
 /// A file or disk with futures: `Clone + Send + Sync`, for every executor. A thread of the library owns an
 /// engine and wakes the waiting tasks; no runtime is needed.
@@ -38,8 +44,10 @@ use channel::{Answer, AsyncRequest, Channel};
 /// at most four: a file goes to the one with the fewest files. A thread starts with its first file and
 /// ends with its last one, so that a file costs little more than its descriptor.
 ///
-/// Each request costs two hops between threads, and one or two allocations. Tasks of one thread spare them
-/// with [`LocalAsyncFile`](crate::LocalAsyncFile), which is many times faster at low depth.
+/// A lone request is submitted by the thread of its task, if it is aligned and the file does direct I/O and takes
+/// `RWF_NOWAIT`: it costs one hop between threads, or none if the device answers while it is submitted. Of several in
+/// flight each costs two, which they share. Each costs two allocations. Tasks of one thread spare hops and allocations
+/// with [`LocalAsyncFile`](crate::LocalAsyncFile).
 ///
 /// A request is sent by the first poll of its future. **Dropping a future is always safe.** If it
 /// is dropped before that poll, no request is made. If it is dropped later, the request goes on,
@@ -53,7 +61,7 @@ use channel::{Answer, AsyncRequest, Channel};
 /// of its files, ends with the queue's error; a request that was in flight then gives back an empty
 /// buffer, as its memory is leaked. A file that is opened later goes to another thread.
 ///
-/// At most [`Config::slots`] requests of a thread's files are in flight, those of one file never more
+/// At most [`Config::slots`] requests of a thread's files are in flight, and 64 that tasks have submitted; those of one file never more
 /// than three times the slots that are free: so a file whose disk hangs leaves slots to the others.
 /// Of each file twice as many as there are slots may be queued, and the files take turns; a further future
 /// waits for room before it is sent, or fails with `EAGAIN` under [`Flags::NOWAIT`] (C32).
@@ -108,6 +116,14 @@ struct AsyncFileInner {
     /// The number of the file in the channel.
     number: u32,
     disk: Arc<BlockDevice<dyn BlockMap>>,
+    simple_path: SimplePath,
+    /// Transfers in flight that callers have submitted themselves.
+    transfers: AtomicU32,
+    refusals: Refusals,
+    /// The last of these was in flight when its submission had returned.
+    is_slow: AtomicBool,
+    /// Requests that had ended when they were submitted.
+    ended_inline: AtomicU32,
 }
 
 impl Drop for AsyncFileInner {
@@ -152,7 +168,7 @@ impl AsyncFile {
         config: Config,
         make: impl FnOnce() -> Result<Q, Error> + Send + 'static,
     ) -> Result<Self, Error> {
-        Self::on(engine_threads::start(workers, config, make)?, disk)
+        Self::on(engine_threads::start(workers, config, None, make)?, disk)
     }
 
     /// The async API of another device, on the thread of this file.
@@ -171,7 +187,18 @@ impl AsyncFile {
     }
 
     fn with(channel: Arc<Channel>, number: u32, disk: Arc<BlockDevice<dyn BlockMap>>) -> Self {
-        let shared = Arc::new(AsyncFileInner { channel, number, disk });
+        let simple_path = SimplePath::new(&disk, &Config::default());
+        let [transfers, ended_inline] = [0, 0].map(AtomicU32::new);
+        let shared = Arc::new(AsyncFileInner {
+            channel,
+            number,
+            disk,
+            simple_path,
+            transfers,
+            refusals: Refusals::default(),
+            is_slow: AtomicBool::new(false),
+            ended_inline,
+        });
         Self { shared, flags: Flags::NONE, timeout: None }
     }
 
@@ -356,6 +383,9 @@ impl fmt::Debug for AsyncFile {
     }
 }
 
+/// Requests of a file that end while they are submitted, after which a task lets others of its thread run.
+const TURN: u32 = 32;
+
 struct PendingSubmit {
     request: AsyncRequest,
     file: AsyncFile,
@@ -376,16 +406,45 @@ impl Future for RequestFuture {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Answer> {
         let this = &mut *self;
-        if let Some(PendingSubmit { request, file }) = this.unsent.take()
-            && let Some(request) = {
-                let AsyncFileInner { channel, number, .. } = &*file.shared;
-                channel.try_send(*number, request, &mut this.waiter_id, context.waker())
+        if let Some(PendingSubmit { request, file }) = this.unsent.take() {
+            match file.shared.submit(request) {
+                Attempt::Submitted => return this.poll_submitted(&file, context),
+                Attempt::Refused(request) => {
+                    let AsyncFileInner { channel, number, .. } = &*file.shared;
+                    let waiter_id = &mut this.waiter_id;
+                    let full = channel.try_send(*number, request, waiter_id, context.waker());
+                    if let Some(request) = full {
+                        this.unsent = Some(PendingSubmit { request, file });
+                        return Poll::Pending;
+                    }
+                }
             }
+        }
+        this.poll_answer(context)
+    }
+}
+
+impl RequestFuture {
+    /// The answer to a request that this thread has submitted. A task whose requests all end meanwhile lets others run
+    /// now and then.
+    fn poll_submitted(&mut self, file: &AsyncFile, context: &Context<'_>) -> Poll<Answer> {
+        let is_turn = |ended: u32| ended % TURN == TURN - 1;
+        if self.receiver.has_ended()
+            && is_turn(file.shared.ended_inline.fetch_add(1, Ordering::Relaxed))
         {
-            this.unsent = Some(PendingSubmit { request, file });
+            context.waker().wake_by_ref();
             return Poll::Pending;
         }
-        this.receiver.poll(context.waker()).map(|answer| {
+        let answer = self.poll_answer(context);
+        file.shared.is_slow.store(answer.is_pending(), Ordering::Relaxed);
+        if answer.is_pending() {
+            file.shared.channel.watch_callers();
+        }
+        answer
+    }
+
+    fn poll_answer(&mut self, context: &Context<'_>) -> Poll<Answer> {
+        self.receiver.poll(context.waker()).map(|answer| {
             // No answer: the thread has panicked, and has lost the memory as well.
             let lost = || (Err(Error::new(libc::EIO, Operation::Wait)), IoBuffer::default());
             answer.unwrap_or_else(lost)
