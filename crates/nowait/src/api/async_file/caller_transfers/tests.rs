@@ -1,9 +1,10 @@
 //! Transfers of callers, and the requests that are not such.
 
 use std::pin::pin;
-use std::task::{Context, Poll, Wake, Waker};
+use std::task::{Context, Poll, Waker};
 
 use nowait_testkit::wait_until;
+use pollster::block_on;
 
 use super::*;
 use crate::api::async_file::channel::Channel;
@@ -20,26 +21,6 @@ use crate::types::error::{Error, Operation};
 const BLOCK: usize = 4096;
 const BLOCKS: u64 = 16;
 
-/// Wakes the thread that polls.
-struct Unpark(std::thread::Thread);
-
-impl Wake for Unpark {
-    fn wake(self: Arc<Self>) {
-        self.0.unpark();
-    }
-}
-
-fn block_on<F: Future>(future: F) -> F::Output {
-    let mut future = pin!(future);
-    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
-    loop {
-        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
-            Poll::Ready(output) => return output,
-            Poll::Pending => std::thread::park(),
-        }
-    }
-}
-
 /// A file of blocks of the bytes 1, 2, and so on; `None`, with a message, where callers submit nothing of it.
 fn file(dir: &tempfile::TempDir) -> Option<AsyncFile> {
     let path = dir.path().join("file");
@@ -48,7 +29,7 @@ fn file(dir: &tempfile::TempDir) -> Option<AsyncFile> {
     let file = AsyncFile::open(&path, OpenOptions::default()).unwrap();
     let disk = &file.shared.disk;
     if file.shared.channel.callers.is_none() || !disk.is_direct() || !disk.supports_nowait() {
-        nowait_testkit::skip("no AIO, no direct I/O or no RWF_NOWAIT");
+        nowait_testkit::say_skipped("no AIO, no direct I/O or no RWF_NOWAIT");
         return None;
     }
     // The file system knows from now on where the blocks are.
@@ -73,11 +54,6 @@ fn wait_for_the_driver(file: &AsyncFile) {
     channel.callers.as_ref().unwrap().end();
 }
 
-fn in_target() -> tempfile::TempDir {
-    // Unit tests have no directory of their own; that of the sources is on a disk.
-    tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap()
-}
-
 /// Tries a request; its answer, if the caller has submitted it.
 fn attempt(file: &AsyncFile, op: Op, flags: Flags, pos: u64, len: usize) -> Option<u8> {
     let (sender, mut receiver) = crate::api::oneshot::oneshot();
@@ -94,7 +70,7 @@ fn attempt(file: &AsyncFile, op: Op, flags: Flags, pos: u64, len: usize) -> Opti
 
 #[test]
 fn a_caller_submits_what_one_transfer_serves_and_leaves_the_rest_to_the_driver() {
-    let dir = in_target();
+    let dir = tempfile::tempdir().unwrap();
     let Some(file) = file(&dir) else { return };
     let (block, read) = (BLOCK as u64, Op::Read);
     for n in [0, 7, BLOCKS - 1] {
@@ -117,7 +93,7 @@ fn a_caller_submits_what_one_transfer_serves_and_leaves_the_rest_to_the_driver()
 
 #[test]
 fn a_caller_submits_nothing_while_the_file_has_its_share_or_the_driver_has_requests_of_it() {
-    let dir = in_target();
+    let dir = tempfile::tempdir().unwrap();
     let Some(file) = file(&dir) else { return };
     let tried = || attempt(&file, Op::Read, Flags::NONE, 0, BLOCK);
     let AsyncFileInner { transfers, is_slow, .. } = &*file.shared;
@@ -142,7 +118,7 @@ fn a_caller_submits_nothing_while_the_file_has_its_share_or_the_driver_has_reque
 /// A handle with a queue of its own keeps its requests in that queue.
 #[test]
 fn a_file_with_a_queue_of_its_own_has_no_transfers_of_callers() {
-    let dir = in_target();
+    let dir = tempfile::tempdir().unwrap();
     let Some(file) = file(&dir) else { return };
     let (config, disk) = (Config::default(), file.shared.disk.clone());
     let make = move || QueueKind::Auto.open(config.slots);
@@ -153,7 +129,7 @@ fn a_file_with_a_queue_of_its_own_has_no_transfers_of_callers() {
 
 #[test]
 fn a_transfer_that_is_cut_short_is_made_again_and_the_file_is_left_to_the_driver_for_a_while() {
-    let dir = in_target();
+    let dir = tempfile::tempdir().unwrap();
     let Some(file) = file(&dir) else { return };
     let path = dir.path().join("file");
     // Another program cuts the file off; the handle has seen its former size.
@@ -203,7 +179,7 @@ fn a_driver_waits_for_transfers_when_one_is_left_and_stops_after_many_wake_ups_i
 
 #[test]
 fn c45_futures_dropped_in_flight_leave_no_transfer_and_the_file_is_closed() {
-    let dir = in_target();
+    let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("file");
     std::fs::write(&path, vec![1; BLOCKS as usize * BLOCK]).unwrap();
     for round in 0..200 {
@@ -221,7 +197,7 @@ fn c45_futures_dropped_in_flight_leave_no_transfer_and_the_file_is_closed() {
 
 #[test]
 fn a_task_whose_requests_end_while_they_are_submitted_lets_others_run_in_turn() {
-    let dir = in_target();
+    let dir = tempfile::tempdir().unwrap();
     let Some(file) = file(&dir) else { return };
     block_on(async {
         let mut buffer = IoBuffer::zeroed(BLOCK).unwrap();
@@ -249,7 +225,7 @@ fn a_task_whose_requests_end_while_they_are_submitted_lets_others_run_in_turn() 
 /// As a driver does it that ends with an error: here there is none, so nothing else drains.
 #[test]
 fn c46_after_a_failure_no_transfer_begins_and_those_in_flight_are_waited_for() {
-    let dir = in_target();
+    let dir = tempfile::tempdir().unwrap();
     let Some(shared) = file(&dir) else { return };
     let channel = Arc::new(Channel::new(8, CallerTransfers::new()).unwrap());
     let file = AsyncFile::on(channel.clone(), shared.shared.disk.clone()).unwrap();
