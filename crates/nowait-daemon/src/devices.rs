@@ -30,7 +30,7 @@ impl Devices {
     /// program hands over, its local devices are taken over, and all others come later.
     ///
     /// # Errors
-    /// As [`UblkNodes::open`] and [`VhostSockets::of`].
+    /// Errors of [`UblkNodes::open`] and [`VhostSockets::of`].
     pub(crate) fn open(
         config: &ServeConfig,
         all: &[OpenedDisk],
@@ -82,7 +82,7 @@ impl Devices {
     /// Has the local devices appear, which cannot be named before, or go on.
     ///
     /// # Errors
-    /// As [`UblkNodes::start`].
+    /// Errors of [`UblkNodes::start`].
     pub(crate) fn start(&self) -> Result<(), CliError> {
         self.nodes.start()
     }

@@ -33,7 +33,7 @@ impl Registry {
     /// The exports of `exports`.
     ///
     /// # Errors
-    /// As [`RegisteredExport::new`].
+    /// Errors of [`RegisteredExport::new`].
     pub(crate) fn new(exports: impl IntoIterator<Item = AnyExport>) -> Result<Self, Error> {
         let mut all = Exports {
             by_id: BTreeMap::new(),

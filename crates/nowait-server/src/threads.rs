@@ -173,7 +173,7 @@ impl Shared {
     /// Has the devices of `export` served. Returns when they are.
     ///
     /// # Errors
-    /// As [`ExportDevice::begin`].
+    /// Errors of [`ExportDevice::begin`].
     pub(crate) fn begin_devices(
         self: &Arc<Self>,
         export: &Arc<RegisteredExport>,

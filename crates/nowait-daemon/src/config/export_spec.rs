@@ -158,7 +158,7 @@ fn file_name(image: &Path) -> Result<String, String> {
 pub struct ExportIndices<'a>(HashMap<&'a str, usize>);
 
 impl<'a> ExportIndices<'a> {
-    /// Those of `exports`; of several with one name that of the first.
+    /// Indices in `exports`; of several with one name it is that of the first.
     pub fn of(exports: impl IntoIterator<Item = &'a NamedExport>) -> Self {
         let mut indices = HashMap::new();
         for (at, export) in exports.into_iter().enumerate() {

@@ -73,7 +73,7 @@ impl VhostSockets {
         self.by_export.iter().all(Vec::is_empty)
     }
 
-    /// Those of the export of index `at`, as given.
+    /// Sockets of the export of index `at`, as given.
     pub(crate) fn places(&self, at: usize) -> Vec<String> {
         self.by_export.get(at).into_iter().flatten().map(DevicePlace::to_string).collect()
     }

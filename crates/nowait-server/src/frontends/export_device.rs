@@ -56,7 +56,7 @@ pub(crate) trait ExportDevice: Send + Sync {
     /// Begins to serve it; the serving threads run. May take long: to be called on a thread that does not serve.
     ///
     /// # Errors
-    /// Those of the system and of drivers; `ECANCELED`: the server stops.
+    /// Errors of the system and of drivers; `ECANCELED`: the server stops.
     fn begin(self: Arc<Self>, server: &Arc<dyn DeviceServer>) -> Result<(), Error>;
 
     /// Whether it is a device of this host, whose users [`ExportDevice::shut_down`] waits for.

@@ -80,11 +80,14 @@ impl Shared {
         if self.is_stopping() {
             return Err(ExportError::Stopping);
         }
+        let mut devices = exports.iter().flat_map(|export| export.devices());
+        if devices.any(|device| !device.can_pause()) {
+            return Err(ExportError::CannotKeepBack);
+        }
         for export in exports {
-            if export.devices().iter().any(|device| !device.can_pause()) {
-                return Err(ExportError::CannotKeepBack);
-            }
             if !export.begin_pause() {
+                // No device was told to pause: none is resumed.
+                paused.exports.drain(..).for_each(|begun| self.end_pause(&begun));
                 return Err(ExportError::AlreadyPaused);
             }
             paused.exports.push(export);
@@ -108,18 +111,23 @@ impl Shared {
             && devices.iter().all(|device| device.give_back(deadline))
     }
 
-    /// Serves `export` again: what has waited, and devices.
-    fn resume(self: &Arc<Self>, export: &Arc<RegisteredExport>) {
+    /// Serves what has waited for `export`.
+    fn end_pause(&self, export: &Arc<RegisteredExport>) {
         let Waiting { connections, listeners } = export.end_pause();
         self.review_exports();
+        self.listen(listeners);
+        for connection in connections {
+            self.serve_client(export, connection);
+        }
+    }
+
+    /// Serves `export` again: what has waited, and devices.
+    fn resume(self: &Arc<Self>, export: &Arc<RegisteredExport>) {
+        self.end_pause(export);
         let devices = export.devices();
         if !devices.is_empty() {
             let server = self.for_devices_of(export);
             devices.into_iter().for_each(|device| device.resume(&server));
-        }
-        self.listen(listeners);
-        for connection in connections {
-            self.serve_client(export, connection);
         }
         self.tell_size(export, export.export().disk().size());
     }

@@ -14,6 +14,7 @@ use crate::export_error::ExportError;
 use crate::nbd::handshake::{Handshake, TlsState};
 use crate::nbd::wire;
 use crate::threads::*;
+use crate::ublk::ublk_cmd::{F_QUIESCE, F_USER_RECOVERY};
 use crate::ublk::ublk_device::UblkDevice;
 
 /// An export called `name` of `file`.
@@ -184,6 +185,24 @@ fn a_thread_that_does_not_answer_a_wake_up_is_noticed() {
         assert!(exports.is_responsive(Duration::from_secs(60)));
         stop.store(true, Ordering::Relaxed);
     });
+}
+
+#[test]
+fn a_pause_of_all_exports_that_is_refused_leaves_the_queues_of_a_block_device_alone() {
+    let (first, second) = (file(), file());
+    let opened = std::fs::File::open(first.path()).unwrap();
+    let features = F_QUIESCE | F_USER_RECOVERY;
+    let device = Arc::new(UblkDevice::simulated(opened.into(), (1, 4096), features));
+    let node = export("", &first).at_ublk(device);
+    let (shared, _events) = serving(vec![node, export("other", &second)], 1);
+    let exports = crate::Exports(shared.clone());
+    let [(node, _), (other, _)] = exports.list().try_into().unwrap();
+    let paused = exports.pause_export(other, Duration::ZERO).unwrap();
+    assert_eq!(exports.pause(Duration::ZERO).err(), Some(ExportError::AlreadyPaused));
+    // A queue that was begun again would be on its way to the thread.
+    assert_eq!(shared.channels[0].thread().connections(), 0);
+    assert!(shared.registry.get(node).unwrap().shared().begin_use().is_ok());
+    drop(paused);
 }
 
 /// Each error that [`crate::Exports`] tells of an export with this id, beside those of removals and pauses.
