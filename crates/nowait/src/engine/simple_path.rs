@@ -154,7 +154,7 @@ impl SimplePath {
     /// Whether a sync may have to follow the data of `io`, to make them durable.
     #[inline]
     fn may_need_sync(&self, io: Request) -> bool {
-        (self.separate_sync || self.groups_syncs) && io.flags.contains(Flags::DSYNC)
+        io.flags.contains(Flags::DSYNC) && (self.separate_sync || self.groups_syncs)
     }
 
     /// Whether a sync follows the data of `io`, to make them durable. `others` says that other
