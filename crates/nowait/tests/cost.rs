@@ -16,9 +16,9 @@ const LIMITS: [Case; 6] = [
     ("null_cost", &[], [123, 203], [123, 288]),
     ("null_cost_one", &[], [162, 248], [160, 330]),
     ("null_cost_cases", &["mapped", "read"], [117, 241], [121, 290]),
-    ("null_cost_cases", &["mapped", "write"], [278, 432], [323, 512]),
+    ("null_cost_cases", &["mapped", "write"], [296, 440], [323, 512]),
     ("null_cost_cases", &["cache", "read"], [176, 332], [199, 364]),
-    ("null_cost_cases", &["cache", "write"], [418, 590], [490, 676]),
+    ("null_cost_cases", &["cache", "write"], [438, 600], [490, 676]),
 ];
 
 fn check(profile: &str, limits: impl Fn([[u64; 2]; 2]) -> [u64; 2]) {

@@ -16,7 +16,7 @@ use crate::block::range_lock::RangeLocks;
 use crate::block::waiting_flushes::WaitingFlushes;
 use crate::queue::{IoQueue, QueueFile, Uring};
 use crate::read_ahead::ahead_reads::{AheadReads, AheadSource, Served};
-use crate::read_ahead::shared_inode::SharedInode;
+use crate::read_ahead::shared_inode::{self, SharedInode};
 use crate::sim_hooks::injected_bug;
 use crate::sim_hooks::injected_bug::EngineBug;
 use crate::storage::file::FileStorage;
@@ -534,7 +534,9 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
     /// Records that a write to `range` by a queue has ended, before its request is answered.
     pub(crate) fn written(&self, range: ByteRange) {
         self.map.mark_allocated(range);
-        if let Some(inode) = &self.inode {
+        if shared_inode::any_reads_ahead()
+            && let Some(inode) = &self.inode
+        {
             inode.changed(range);
         }
     }

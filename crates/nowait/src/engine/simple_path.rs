@@ -139,20 +139,20 @@ impl SimplePath {
         {
             return Verdict::General;
         }
-        match self.needs_range_lock(io) {
+        match self.locks && matches!(intent, Intent::Write) {
             true => self.lock_and_map(disk, range),
             false => Verdict::of(disk.map.map_extent(range, intent), range),
         }
     }
 
     /// Whether `io` is a write that takes the range lock.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn needs_range_lock(&self, io: Request) -> bool {
         self.locks && io.op == Op::Write
     }
 
     /// Whether a sync may have to follow the data of `io`, to make them durable.
-    #[inline]
+    #[inline(always)]
     fn may_need_sync(&self, io: Request) -> bool {
         io.flags.contains(Flags::DSYNC) && (self.separate_sync || self.groups_syncs)
     }
@@ -188,7 +188,7 @@ impl SimplePath {
     }
 
     /// The `RWF_*` flags of a request's transfers.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn rw_flags(&self, flags: Flags) -> i32 {
         self.rw_flags | flags.rw_flags(self.passed)
     }
