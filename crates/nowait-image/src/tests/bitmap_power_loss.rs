@@ -32,6 +32,8 @@ fn listed(path: &Path) -> Vec<(String, u64, bool)> {
     all.into_iter().map(described).collect()
 }
 
+/// Bitmaps by name, with their granularities and whether they have their bits.
+type Bitmaps = &'static [(&'static str, u64, bool)];
 type Step = fn(&Chain) -> Result<(), ImageError>;
 
 fn add(chain: &Chain, name: &str, granularity: u64) -> Result<(), ImageError> {
@@ -45,7 +47,7 @@ fn bitmaps_are_there_or_not_at_any_power_cut() {
     let top = scene.path("top");
     let disk = scene.disk("top", Format::Qcow2, "at first");
     let mut expected: Vec<(String, u64, bool)> = Vec::new();
-    let steps: [(Step, &[(&str, u64, bool)]); 7] = [
+    let steps: [(Step, Bitmaps); 7] = [
         (|chain| add(chain, "a", 4096), &[("a", 4096, true)]),
         (|chain| add(chain, "b", 512), &[("a", 4096, true), ("b", 512, true)]),
         (|chain| resize(chain, 32 << 20, false).map(drop), &[("a", 4096, true), ("b", 512, true)]),
