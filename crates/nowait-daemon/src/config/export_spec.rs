@@ -225,7 +225,7 @@ mod tests {
         for (text, why) in [
             ("=a.img".into(), "the name is missing"),
             ("a=".into(), "the image is missing"),
-            (latin1, "no text"),
+            (latin1, "not text"),
         ] {
             let error = ExportSpec::parse(text).unwrap_err();
             assert!(error.contains(why) && error.contains("NAME=IMAGE"), "{error}");

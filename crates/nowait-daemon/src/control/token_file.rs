@@ -119,7 +119,7 @@ mod tests {
         let (pipe, file) = (directory.path().join("pipe"), directory.path().join("file"));
         let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
         rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, mode).unwrap();
-        assert!(read(&pipe).unwrap_err().to_string().contains("no regular file"));
+        assert!(read(&pipe).unwrap_err().to_string().contains("not a regular file"));
         let mut new =
             OpenOptions::new().write(true).create_new(true).mode(0o600).open(&file).unwrap();
         writeln!(new, "0123456789abcdef").unwrap();

@@ -203,7 +203,7 @@ mod tests {
         let (client, far) = CredentialClient::new().unwrap();
         drop(far);
         for _ in 0..2 {
-            assert!(client.ask("a").output.unwrap_err().contains("has ended"));
+            assert!(client.ask("a").output.unwrap_err().contains("has exited"));
         }
     }
 
