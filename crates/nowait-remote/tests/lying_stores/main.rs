@@ -308,7 +308,7 @@ fn what_cannot_be_opened_is_one_line_that_says_why() {
         (Lie::Status(503, "", ""), "come back later (503)"),
         (Lie::Status(500, "", "<Code>\x1b[31m</Code>"), "the store has an error (500)"),
         (Lie::Status(302, "location: /\r\n", ""), "redirects again and again"),
-        (Lie::Status(302, "location: file:///a\r\n", ""), "no web address"),
+        (Lie::Status(302, "location: file:///a\r\n", ""), "not a web address"),
         (Lie::Whole, "sends the whole object"),
         (Lie::Shift(1), "Requested"),
         (Lie::EndlessHeader, ""),

@@ -327,7 +327,7 @@ oQ==
         fs::remove_file(&key).unwrap();
         rustix::fs::mkfifoat(rustix::fs::CWD, &key, rustix::fs::Mode::RUSR).unwrap();
         let error = refusal(directory.path(), ClientAuth::Any);
-        assert!(error.contains("no regular file"), "{error}");
+        assert!(error.contains("not a regular file"), "{error}");
     }
 
     #[test]
