@@ -31,6 +31,7 @@ use crate::http::refusal::refuse;
 use crate::http::{bounds, metrics, page};
 
 /// The most exports whose backups begin or end together with that of another one.
+/// Beyond it: 400 (`Invalid`), none begins or ends.
 const MAX_TOGETHER: usize = 255;
 
 type Server = Arc<dyn ControlledServer>;

@@ -18,6 +18,7 @@ use crate::disks::served_disks::{ServedDisk, ServedDisks};
 use crate::error::os_message;
 
 /// How long requests in flight may take to end.
+/// Beyond it: no backup begins; one that ends is served through its guard until the next pause.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A backup at a moment.

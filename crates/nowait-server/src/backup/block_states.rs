@@ -14,6 +14,7 @@ use crate::locking::lock;
 /// Blocks whose states are allocated together, when the first of them changes.
 const CHUNK_BLOCKS: u64 = 4096;
 /// Bytes of the largest disk, whose empty table has 96 MiB.
+/// Beyond it: it gets no backup.
 const MAX_DISK_BYTES: u64 = 1 << 50;
 
 /// What has become of a block.

@@ -22,8 +22,10 @@ use crate::formats::qcow2::stored_bits::{ALL_SET, POSITION};
 use crate::image_file::ImageFile;
 
 /// The most bytes of bits that all usable bitmaps of an image that is written to have together.
+/// Beyond it: the image is only read.
 const MAX_BITS: u64 = 256 << 20;
 /// The most bytes of the clusters that their tables have entries for: each may have one more than it needs.
+/// Beyond it: the image is only read.
 const MAX_TABLES: u64 = 2 * MAX_BITS;
 /// Bytes that are written together.
 const PIECE_BYTES: usize = 1 << 20;

@@ -13,6 +13,7 @@ use crate::image_file::ImageFile;
 /// The lowest bit of this program.
 const FIRST_KEPT: u32 = 32;
 /// The most bitmaps of an image that is written to.
+/// Beyond it: the image is only read.
 pub(crate) const MAX_KEPT: usize = 32;
 
 impl Header {
