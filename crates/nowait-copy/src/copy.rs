@@ -93,6 +93,12 @@ impl Options {
         })
     }
 
+    /// How both sides are connected to, if they are exports.
+    fn connecting(&self) -> Connecting<'_> {
+        let (connections, certificates) = (self.connections, self.tls_certs.as_deref());
+        Connecting { connections, certificates, bitmap: None }
+    }
+
     /// The target's format as requested.
     const fn format(&self) -> TargetFormat {
         TargetFormat {
@@ -182,13 +188,12 @@ pub fn copy(
     cancel: &AtomicBool,
     report_progress: &mut dyn FnMut(Progress),
 ) -> Result<Report, Error> {
-    let (connections, certificates) = (options.connections, options.tls_certs.as_deref());
-    let connecting = Connecting { connections, certificates, bitmap: None };
+    let connecting = options.connecting();
     let bitmap = options.increment.as_ref().map(|increment| increment.bitmap.as_str());
     let mut source = source(options, Connecting { bitmap, ..connecting })?;
     let from = source.capabilities();
     let format = options.format();
-    // What is not dirty may be served to nobody, and the target of an increment is an image already.
+    // Clean bytes are maybe not served, and the target of an increment is an image already.
     if options.increment.is_none() {
         let first = first_bytes(&mut *source, cancel)?;
         format.check_signature(&options.to, &first)?;

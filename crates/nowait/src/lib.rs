@@ -2,7 +2,7 @@
 //! and block devices, past the page cache, by io_uring where the system allows it. No call of an executor or an event
 //! loop blocks, and a request that must wait holds up no other.
 //!
-//! It is for you if you write a database, a log, an index, a cache or a server of disks, and want the disk's speed
+//! For those who write a database, a log, an index, a cache or a server of disks, and want the disk's speed
 //! without a runtime of its own: from plain threads, from tokio, smol or any other executor, or from your own event
 //! loop.
 //!
@@ -113,9 +113,7 @@ pub use api::local_file::local_driver::LocalDriver;
 pub use block::allocation_cache::AllocationCache;
 pub use block::block_map::{BlockMap, Extent, Intent, LinearMap, WouldBlock};
 pub use block::device::BlockDevice;
-pub use block::guarded_map::GuardedMap;
 pub use block::image_format::ImageFormat;
-pub use block::write_guard::{ReadDevice, WriteGuard};
 #[cfg(feature = "sim")]
 pub use blocking::worker_pool::SimJob;
 pub use blocking::worker_pool::WorkerPool;
@@ -162,6 +160,8 @@ pub use types::weight::{DEFAULT_WEIGHT, WEIGHTS};
 pub mod internal {
     pub use crate::block::ahead_map::AheadMap;
     pub use crate::block::flush_coalescer::FlushCoalescer;
+    pub use crate::block::guarded_map::GuardedMap;
+    pub use crate::block::write_guard::{ReadDevice, WriteGuard};
     pub use crate::engine::pool::SlotPoolStats;
     pub use crate::memory::buffer_pool::{BUFFER_ALIGN, Budget};
     pub use crate::queue::RegisteredMemory;

@@ -53,7 +53,7 @@ fn increments_in_overlays_and_in_place_have_the_disk_as_it_was() {
     for round in 1..5 {
         change(&mut client, &mut random);
         let expected = served();
-        // In turn the disk itself, while nobody changes it, and a backup of it, while it is changed.
+        // The disk itself, while it rests, and a backup of it, while it is changed, take turns.
         let of_backup = round % 2 == 0;
         let mut from = uri.to_owned();
         if of_backup {

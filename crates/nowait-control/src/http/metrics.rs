@@ -403,7 +403,6 @@ mod tests {
             requests: 3,
             sum_seconds: 0.5,
             buckets: vec![bucket(Some(0.25), 2), bucket(None, 1)],
-            ..StoreInfo::default()
         };
         let server = ServerInfo {
             stores: vec![store],

@@ -8,9 +8,9 @@
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, OnceLock};
 
+use nowait::internal::{ReadDevice, WriteGuard};
 use nowait::{
     BlockMap, BlockingFile, ByteRange, Error, ExtentStatus, IoBuffer, Operation, ReadCursor,
-    ReadDevice, WriteGuard,
 };
 
 use crate::backup::block_states::{BlockState, BlockStates};

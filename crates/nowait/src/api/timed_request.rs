@@ -13,6 +13,7 @@ use crate::threads::alarm_clock::Alarm;
 use crate::types::error::{Error, Operation};
 
 /// A request and the time that it has from its first poll on.
+#[allow(unreachable_pub, reason = "with the features of `FileStream` its trait names it")]
 pub struct TimedRequest<F> {
     /// `None` when it was late.
     request: Option<F>,

@@ -113,7 +113,8 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
-    use crate::{BlockingFile, Flags, OpenOptions, ReadDevice};
+    use crate::block::write_guard::ReadDevice;
+    use crate::{BlockingFile, Flags, OpenOptions};
 
     /// A guard that notes each change, and the first byte of the device before it.
     #[derive(Default)]

@@ -14,6 +14,7 @@ mod request_cost;
 mod dirty_marks;
 mod ring_frontend;
 mod ublk_requests;
+mod ublk_backups;
 mod ublk_cost;
 mod vhost_queue;
 

@@ -12,13 +12,8 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::channel;
 
-use nowait::{
-    AioThreadQueue, BlockingFile, EventSource, IoBuffer, Outcome, QueueFile, QueueFull, Transfer,
-};
+use nowait::{AioThreadQueue, EventSource, IoBuffer, Outcome, QueueFile, QueueFull, Transfer};
 
-use crate::backup::backup_spec::BackupSpec;
-use crate::backup::scratch::scratch_file;
-use crate::backup_transaction::{self, PreparedBackup};
 use crate::event_loop::tests::*;
 use crate::frontend_kind::FrontendKind;
 use crate::frontends::Frontends;
@@ -183,11 +178,11 @@ impl<T: IoQueue> EventSource for CommandQueue<T> {
 }
 
 /// A thread with NBD and one queue of a device.
-struct Scene {
-    thread: EventLoop<Frontends, CommandQueue<AioThreadQueue>>,
+pub(super) struct Scene {
+    pub(super) thread: EventLoop<Frontends, CommandQueue<AioThreadQueue>>,
     device: Arc<UblkDevice>,
     driver: Rc<RefCell<Driver>>,
-    descriptors: std::fs::File,
+    pub(super) descriptors: std::fs::File,
     removed: Arc<AtomicU32>,
 }
 
@@ -207,7 +202,7 @@ impl Scene {
     }
 
     /// The same; `prepare` is called with the export before the thread uses it.
-    fn prepared(size: u64, features: u64, prepare: impl FnOnce(&Shared)) -> Self {
+    pub(super) fn prepared(size: u64, features: u64, prepare: impl FnOnce(&Shared)) -> Self {
         let driver: Rc<RefCell<Driver>> = Rc::default();
         let (context, engine) = parts_of(size, Config::default(), || {
             let transfers = AioThreadQueue::new(64).unwrap();
@@ -241,7 +236,7 @@ impl Scene {
     }
 
     /// The driver has a request for `tag`. Returns the address of its data.
-    fn request(&mut self, tag: u16, op: u32, sectors: u32, start: u64) -> u64 {
+    pub(super) fn request(&mut self, tag: u16, op: u32, sectors: u32, start: u64) -> u64 {
         let (token, command) = self.take(tag);
         let mut bytes = [0; DESCRIPTOR_BYTES];
         bytes[..4].copy_from_slice(&op.to_ne_bytes());
@@ -253,7 +248,7 @@ impl Scene {
     }
 
     /// Runs the thread until `tag` is answered, and returns the result.
-    fn answer(&mut self, tag: u16) -> i32 {
+    pub(super) fn answer(&mut self, tag: u16) -> i32 {
         loop {
             self.iterate();
             let driver = self.driver.borrow();
@@ -521,43 +516,6 @@ fn registered_data_are_not_copied_and_a_request_that_must_wait_is_done_with_a_co
     scene.request(3, u32::from(OP_WRITE), 8, (2 * SIZE) >> 9);
     assert_eq!(scene.answer(3), -libc::ENOSPC);
     assert_eq!(scene.driver.borrow().direct, 3);
-}
-
-#[test]
-fn c78_a_node_writes_its_disk_while_a_backup_of_it_is_read() {
-    let directory = tempfile::tempdir().unwrap();
-    let begin = |shared: &Shared| {
-        let export = shared.registry.default_export().unwrap();
-        let spec = BackupSpec {
-            export: export.id,
-            name: "backup".into(),
-            bitmap: None,
-            only_dirty: false,
-            discards: false,
-            scratch: scratch_file(directory.path(), None, BackupSpec::scratch_size(SIZE)).unwrap(),
-            scratch_bytes: SIZE,
-        };
-        let prepared = PreparedBackup::new(export, spec, 4096).unwrap();
-        backup_transaction::begin(&shared.registry, vec![prepared]).unwrap();
-    };
-    for features in [0, F_ZERO_COPY] {
-        let mut scene = Scene::prepared(SIZE, features, begin);
-        let backup = scene.thread.shared.registry.find("backup").unwrap();
-        let backup = BlockingFile::new(backup.export().disk().clone());
-        for (op, result) in
-            [(OP_WRITE, 8192), (OP_WRITE_ZEROES, 0), (OP_DISCARD, 0), (OP_WRITE, 8192)]
-        {
-            // The data behind the character device, as the driver has it.
-            scene.descriptors.write_all_at(&[9; 8192], data_position(0, 1)).unwrap();
-            scene.request(1, u32::from(op), 16, 8);
-            assert_eq!(scene.answer(1), result, "operation {op}");
-            let mut was = [0; 65536];
-            backup.read_at(&mut was, 0).unwrap();
-            assert!(was == [7; 65536], "operation {op}");
-        }
-        let copied = registered(&scene.thread).backup().unwrap().point.copied();
-        assert_eq!(copied, 8192, "two blocks, once each");
-    }
 }
 
 #[test]
