@@ -205,6 +205,25 @@ fn change(path: &Path, handles: &Handles, model: &mut Vec<u8>, random: &mut Rand
 }
 
 #[test]
+fn c82_a_handle_sees_what_others_have_changed_before_it_was_opened() {
+    let dir = tempfile::tempdir_in(HERE).unwrap();
+    let path = dir.path().join("data");
+    file_of(MIB, &path);
+    let first = Handles::open(&path);
+    scan(&first, 0, (0..MIB / 2).step_by(8192).map(|pos| (pos, 8192)), MIB);
+    let read_ahead = first.blocking.disk().served_ahead();
+    std::fs::write(&path, vec![9; MIB as usize]).unwrap();
+    for api in 0..Handles::COUNT {
+        let handles = Handles::open(&path);
+        for pos in (MIB / 2..MIB).step_by(8192) {
+            assert_eq!(handles.read(api, pos, 8192), [9; 8192], "{api}: {pos}");
+        }
+    }
+    // There was something to forget, where streams are found at all.
+    assert!(read_ahead > 0 || !first.blocking.disk().is_direct());
+}
+
+#[test]
 fn c82_a_change_by_any_handle_of_the_process_is_seen_by_the_next_read() {
     on_each_file_system(Path::new(HERE), |directory, system| {
         let path = directory.join("data");

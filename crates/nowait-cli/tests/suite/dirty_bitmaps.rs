@@ -9,7 +9,7 @@ use nowait_testkit::{Random, require_tool, seed, tool};
 use serde_json::{Value, json};
 
 use crate::common::status_client::StatusClient;
-use crate::common::{Finished, KIB, MIB, NOWAIT, Scratch, Server, refusal, text};
+use crate::common::{Finished, KIB, MIB, NOWAIT, Scratch, Server, accepted, refusal, text};
 use crate::control::Controlled;
 use crate::upgrade::Upgraded;
 
@@ -476,7 +476,9 @@ fn the_commands_of_the_document_copy_what_has_changed() {
     shell("# Incremental backups");
     change(20);
     shell("## The next one");
-    let copied = std::fs::read(it.scratch.join("full.img")).expect("a copy");
+    let [increment, flat] = ["tuesday.qcow2", "flat.img"].map(|name| it.scratch.join(name));
+    accepted(&["copy", text(&increment), text(&flat), "-O", "raw"]);
+    let copied = std::fs::read(&flat).expect("a copy");
     assert!(copied == std::fs::read(it.scratch.join("disk.img")).expect("the disk"));
     assert_eq!(listed(&it), json!([bitmap("tuesday", USUAL, true, 0)]));
     it.server.stop();

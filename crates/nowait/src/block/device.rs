@@ -140,6 +140,8 @@ impl<M: BlockMap> BlockDevice<M> {
         self.inode = storage.inode();
         if options.read_ahead && self.is_direct() {
             let reads = self.inode.as_deref().map(SharedInode::ahead);
+            // A handle sees what others have changed before it was opened.
+            reads.iter().for_each(|reads| reads.forget(ByteRange::new(0, u64::MAX)));
             self.read_ahead = reads.map(|reads| ReadAhead { reads, source: storage });
         }
         self
