@@ -5,9 +5,12 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use nowait::ByteRange;
+use nowait::internal::is_simulated;
 
-/// The logarithm of the bytes of a region: 16 MiB; small in tests, so that their disks have several.
-pub(crate) const REGION_SHIFT: u32 = if cfg!(any(test, feature = "sim")) { 15 } else { 24 };
+/// The logarithm of the bytes of a region: 16 MiB; small in simulations and tests, so that their disks have several.
+const SHIFT: u32 = 24;
+/// That of a small one.
+pub(crate) const SMALL_SHIFT: u32 = 15;
 const WORD: u64 = u64::BITS as u64;
 
 /// Which regions of a disk are open.
@@ -15,14 +18,16 @@ pub(crate) struct Regions {
     /// Whether a bitmap records; without one, all regions are open.
     is_recording: AtomicBool,
     open: Box<[AtomicU64]>,
+    shift: u32,
 }
 
 impl Regions {
     /// Those of a disk of `size` bytes, none of which is open.
     pub(crate) fn new(size: u64) -> Self {
-        let words = size.div_ceil(1 << REGION_SHIFT).div_ceil(WORD);
+        let shift = if cfg!(test) || is_simulated() { SMALL_SHIFT } else { SHIFT };
+        let words = size.div_ceil(1 << shift).div_ceil(WORD);
         let open = (0..words).map(|_| AtomicU64::new(0)).collect();
-        Self { is_recording: AtomicBool::new(false), open }
+        Self { is_recording: AtomicBool::new(false), open, shift }
     }
 
     /// Whether `range` may be written to.
@@ -31,10 +36,17 @@ impl Regions {
         !self.is_recording.load(Ordering::Acquire) || self.are_open(range)
     }
 
+    /// The first and the last region of `range`, which is not empty.
+    #[inline(always)]
+    fn numbers(&self, range: ByteRange) -> (u64, u64) {
+        let last = range.pos.saturating_add(range.len.saturating_sub(1));
+        (range.pos >> self.shift, last >> self.shift)
+    }
+
     /// Whether all regions of `range` are open.
     #[inline]
     fn are_open(&self, range: ByteRange) -> bool {
-        let (first, last) = numbers(range);
+        let (first, last) = self.numbers(range);
         (first..=last).all(|region| self.is_open(region))
     }
 
@@ -46,15 +58,15 @@ impl Regions {
 
     /// The first run of regions of `range` that are not open, as a range of bytes.
     pub(crate) fn first_closed(&self, range: ByteRange) -> Option<ByteRange> {
-        let (first, last) = numbers(range);
+        let (first, last) = self.numbers(range);
         let begin = (first..=last).find(|&region| !self.is_open(region))?;
         let end = (begin..=last).find(|&region| self.is_open(region)).unwrap_or(last + 1);
-        Some(ByteRange::new(begin << REGION_SHIFT, (end - begin) << REGION_SHIFT))
+        Some(ByteRange::new(begin << self.shift, (end - begin) << self.shift))
     }
 
     /// The regions of `range` are open from now on.
     pub(crate) fn open(&self, range: ByteRange) {
-        let (first, last) = numbers(range);
+        let (first, last) = self.numbers(range);
         for region in first..=last {
             if let Some(word) = self.open.get((region / WORD) as usize) {
                 word.fetch_or(1 << (region % WORD), Ordering::Release);
@@ -69,18 +81,11 @@ impl Regions {
     }
 }
 
-/// The first and the last region of `range`, which is not empty.
-#[inline(always)]
-fn numbers(range: ByteRange) -> (u64, u64) {
-    let last = range.pos.saturating_add(range.len.saturating_sub(1));
-    (range.pos >> REGION_SHIFT, last >> REGION_SHIFT)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const REGION: u64 = 1 << REGION_SHIFT;
+    const REGION: u64 = 1 << SMALL_SHIFT;
 
     #[test]
     fn a_range_is_admitted_when_all_of_its_regions_are_open() {

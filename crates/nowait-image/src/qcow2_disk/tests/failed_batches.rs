@@ -14,7 +14,7 @@ use nowait_testkit::{Random, seed};
 use crate::image::bitmaps_of;
 use crate::offline::bitmap_changes::{self, NewBitmap};
 use crate::offline::create::{CreateOptions, create};
-use crate::qcow2_disk::regions::REGION_SHIFT;
+use crate::qcow2_disk::regions::SMALL_SHIFT;
 use crate::qcow2_disk::{ServeOptions, open};
 use crate::{Chain, ChainOptions, Format};
 
@@ -104,7 +104,7 @@ fn c51_a_batch_that_failed_on_a_storage_that_kept_all_is_written_by_a_later_flus
 
 #[test]
 fn c74_a_write_fails_whose_bits_cannot_be_stored() {
-    const REGION: u64 = 1 << REGION_SHIFT;
+    const REGION: u64 = 1 << SMALL_SHIFT;
     let scratch = tempfile::tempdir().unwrap();
     let (path, copy) = (scratch.path().join("disk"), scratch.path().join("copy"));
     create(&path, &CreateOptions::new(Format::Qcow2, Some(64 * REGION))).unwrap();
