@@ -9,7 +9,7 @@ use nowait::internal::is_simulated;
 
 /// The logarithm of the bytes of a region: 16 MiB; small in simulations and tests, so that their disks have several.
 const SHIFT: u32 = 24;
-/// That of a small one.
+/// The logarithm of the bytes of a small one.
 pub(crate) const SMALL_SHIFT: u32 = 15;
 const WORD: u64 = u64::BITS as u64;
 
