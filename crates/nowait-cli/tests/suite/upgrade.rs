@@ -110,6 +110,13 @@ impl Upgraded {
         report
     }
 
+    /// Clients of the server.
+    fn connections(&self) -> u64 {
+        let status = self.command(&["status", "--json"]).succeeds();
+        let status: Value = serde_json::from_str(&status).expect("JSON");
+        status[0]["server"]["connections"].as_u64().expect("a number")
+    }
+
     /// The process that starts the new program.
     fn launcher(&self) -> Pid {
         child_of(self.process())
@@ -149,6 +156,15 @@ pub(crate) fn runs(process: Pid) -> bool {
     test_kill_process(process).is_ok() && !state.is_ok_and(|state| state.contains(") Z "))
 }
 
+/// Sets a flag when it is dropped, also by a panic: threads that look at it end.
+struct SetOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 #[test]
 fn clients_under_load_go_on_through_upgrades_of_their_server() {
     for format in ["raw", "qcow2"] {
@@ -163,12 +179,14 @@ fn clients_under_load_go_on_through_upgrades_of_their_server() {
             let loads: Vec<_> = regions
                 .map(|(client, region)| scope.spawn(move || load(client, region, over)))
                 .collect();
+            let loading = SetOnDrop(over);
             for _ in 0..3 {
                 let report = it.upgrade();
                 assert_eq!((&report["connections"], &report["closed"]), (&4.into(), &0.into()));
                 it.server.connect().read(0, 512).expect("a new client is served");
+                wait_until("the new client has left", || it.connections() == 4);
             }
-            over.store(true, Ordering::Relaxed);
+            drop(loading);
             loads.into_iter().for_each(|load| assert!(load.join().expect("no error") > 0));
         });
         assert!(idle.read(60 * MIB, 4096).expect("bytes") == bytes(5, 4096));
