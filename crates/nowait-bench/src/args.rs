@@ -252,7 +252,7 @@ pub(crate) enum What {
     All,
 }
 
-/// What is wrong, in one line.
+/// The mistake, in one line.
 fn one_line(error: &clap::Error) -> String {
     let all = error.render().to_string();
     let why = all.trim_start_matches("error: ").split("\n\n").next().unwrap_or_default();

@@ -99,7 +99,7 @@ fn token(args: &ServerArgs, port: u16) -> Result<Token, CliError> {
 pub(crate) fn absolute(path: &Path) -> Result<String, CliError> {
     let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let text = absolute.into_os_string().into_string();
-    text.map_err(|_| CliError::at(path, "a path that is no text cannot be sent"))
+    text.map_err(|_| CliError::at(path, "a path that is not text cannot be sent"))
 }
 
 /// Prints the answer of the server of `args`: as JSON, or in `words`.

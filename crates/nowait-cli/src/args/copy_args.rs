@@ -275,7 +275,7 @@ impl CopyArgs {
         self.others.check(self.from_format)
     }
 
-    /// What is copied, if that is not all of FROM.
+    /// The increment, if not all of FROM is copied.
     pub(crate) fn increment(&self) -> Option<Increment> {
         let bitmap = self.bitmap.clone()?;
         let target = match &self.to_backing {

@@ -328,7 +328,7 @@ fn the_commands_find_the_only_server_of_this_user_by_themselves() {
     let printed = here(&["connections"]).succeeds();
     assert!(printed.contains("(default)") && printed.contains("uid "), "{printed}");
     drop(client);
-    // What a killed server leaves behind is not a server.
+    // The socket of a killed server is not a server.
     server.signal(Signal::KILL);
     server.wait();
     here(&["status"]).fails();

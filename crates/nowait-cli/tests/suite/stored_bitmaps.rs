@@ -19,7 +19,7 @@ use crate::common::{Finished, KIB, MIB, NOWAIT, Scratch, Server, accepted, refus
 const SIZE: u64 = 256 * MIB;
 /// The granularity of a bitmap without another one.
 const USUAL: u64 = 64 * KIB;
-/// What becomes dirty as a whole before its first write.
+/// Bytes of a region, which becomes dirty as a whole before its first write.
 const REGION: u64 = 16 * MIB;
 /// Where a header has its autoclear bits.
 const AUTOCLEAR_AT: u64 = 88;

@@ -333,7 +333,7 @@ fn find(server: &Server, name: &str) -> Result<u64, ControlError> {
     server.find(name).or_else(number).ok_or_else(none)
 }
 
-/// What a body says that may be empty.
+/// The content of a body that may be empty.
 fn parse_or_default<T: DeserializeOwned + Default>(body: &[u8]) -> Result<T, ControlError> {
     if body.is_empty() { Ok(T::default()) } else { parse(body) }
 }

@@ -25,7 +25,7 @@ const RECEIVE_BYTES: usize = 4096;
 /// The requested size of the socket's send and receive buffers in bytes. The kernel may grant less.
 const SOCKET_BYTES: usize = 2 << 20;
 
-/// What is negotiated in the handshake, with the metadata context of block status.
+/// Settings to be negotiated in the handshake, with the metadata context of block status.
 pub(crate) fn wanted(context: &str) -> Wanted<'_> {
     Wanted { mode: ReplyMode::Structured, context: Some(context) }
 }
@@ -50,7 +50,7 @@ pub(crate) struct Connection {
     number: usize,
     /// The id of its block status context.
     context: Option<u32>,
-    /// What that context tells.
+    /// The meaning of the flags in that context.
     kind: StatusKind,
     outgoing: VecDeque<Outgoing>,
     /// Bytes of the first outgoing request that the socket has taken.

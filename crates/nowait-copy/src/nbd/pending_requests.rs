@@ -76,7 +76,7 @@ fn pending_of(cookie: u64) -> usize {
     cookie as u32 as usize
 }
 
-/// What the flags of an extent tell.
+/// The meaning of the flags of an extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StatusKind {
     /// Where the disk reads as zeros (`base:allocation`).
@@ -102,7 +102,7 @@ pub(crate) struct PendingReplies<'a> {
     pub(crate) connection: usize,
     /// The id of its block status context.
     pub(crate) context: Option<u32>,
-    /// What that context tells.
+    /// The meaning of the flags in that context.
     pub(crate) kind: StatusKind,
     /// The indices of the requests that have completed.
     pub(crate) completed: &'a mut Vec<usize>,

@@ -43,7 +43,7 @@ struct StoredBitmap {
     entry: Entry,
     /// Where its clusters are in the file; none of one that is not usable.
     clusters: Vec<u64>,
-    /// What it is in memory; without that it keeps what it has, and all regions that are written to.
+    /// The bitmap in memory; without one it keeps its bits, and gets those of all regions that are written to.
     bits: RwLock<Option<Arc<dyn BitmapBits>>>,
 }
 
@@ -146,7 +146,7 @@ impl BitmapStore {
         all
     }
 
-    /// What the image has, in the order of its list.
+    /// The bitmaps of the image, in the order of its list.
     #[must_use]
     pub fn bitmaps(&self) -> Vec<Bitmap> {
         self.bitmaps.iter().map(|stored| stored.bitmap.clone()).collect()
@@ -176,7 +176,7 @@ impl BitmapStore {
         self.bitmaps.iter().any(|it| it.bitmap.name == name && it.bitmap.is_usable())
     }
 
-    /// What is recorded has changed: regions are opened for that again.
+    /// Closes all regions, because other bitmaps record from now on.
     fn restart(&self) {
         self.regions.close_all(self.bitmaps.iter().any(StoredBitmap::is_recording));
     }

@@ -318,7 +318,7 @@ fn what_cannot_be_opened_is_one_line_that_says_why() {
     ] {
         let server = server();
         server.script().always = Some(lie.clone());
-        // What does not stall may take as long as it needs on a busy machine.
+        // An answer that does not stall may take as long as it needs on a busy machine.
         let options = match lie {
             Lie::Stall(_) => hasty(),
             _ => ObjectOptions { reconnect: Duration::ZERO, ..calm() },

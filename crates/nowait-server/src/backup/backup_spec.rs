@@ -76,7 +76,7 @@ pub struct BackupStatus {
     pub failure: Option<String>,
 }
 
-/// What becomes of the frozen bitmap of a backup.
+/// The end of a backup, which decides about its frozen bitmap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BackupEnd {
     /// The backup has been read: what was noted up to its instant is forgotten.

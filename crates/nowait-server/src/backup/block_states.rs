@@ -1,4 +1,4 @@
-//! What has become of each block of a disk since a backup began.
+//! The state of each block of a disk since a backup began.
 //!
 //! Invariant: a state only moves forward, in the order of [`BlockState`], and at most one thread has claimed a block.
 //! All operations on states have one order.
@@ -17,7 +17,7 @@ const CHUNK_BLOCKS: u64 = 4096;
 /// Beyond it: it gets no backup.
 const MAX_DISK_BYTES: u64 = 1 << 50;
 
-/// What has become of a block.
+/// The state of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub(crate) enum BlockState {

@@ -27,7 +27,7 @@ pub(crate) struct RunningBackup {
 }
 
 impl RunningBackup {
-    /// What is known of it, a backup of `export`, which is called `export_name`.
+    /// The status of this backup of `export`, which is called `export_name`.
     pub(crate) fn status(&self, export: ExportId, export_name: &str) -> BackupStatus {
         let scratch = self.point.scratch();
         BackupStatus {

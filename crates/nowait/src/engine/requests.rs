@@ -221,8 +221,8 @@ impl<M: BlockMap + ?Sized> Requests<M> {
     }
 
     /// Ends the request in `slot` if it is a write whose only transfer has moved all of its bytes, no
-    /// durable write in flight has to be counted, and nothing that was read ahead has to be forgotten. It is put into the list of done ones first, so that the
-    /// rest of this needs no more than its range and device.
+    /// durable write in flight has to be counted, and nothing that was read ahead has to be forgotten. It is put into the
+    /// list of done ones first, so that the rest of this needs no more than its range and device.
     #[inline(always)]
     pub(crate) fn end_if_full_write(&mut self, slot: u32, outcome: Outcome) -> bool {
         let request = &mut self.pool[slot];

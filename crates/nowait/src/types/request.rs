@@ -69,7 +69,7 @@ impl Flags {
     /// 6.11, C27). It has one segment, and keeps to [`crate::BlockDevice::untorn_limits`]: otherwise it is
     /// `EINVAL`, and `EOPNOTSUPP` where there are none.
     pub const UNTORN: Self = Self(0x40);
-    /// What the request leaves in the page cache is dropped when it has ended (`RWF_DONTCACHE`, Linux
+    /// Pages that the request leaves in the page cache are dropped when it has completed (`RWF_DONTCACHE`, Linux
     /// 6.14); a hint, which does nothing for direct I/O and where the file system does not have it.
     pub const DONT_CACHE: Self = Self(0x80);
     /// A zeroed range keeps its storage (C52).

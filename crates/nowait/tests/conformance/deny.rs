@@ -73,7 +73,7 @@ pub(crate) fn denied<T: Send>(deny: Deny, work: impl FnOnce() -> T + Send) -> Op
     })
 }
 
-/// What a file does while `call` fails with `errno`: every API writes and reads it, aligned and not.
+/// Every API writes and reads a file, aligned and not, while `call` fails with `errno`.
 fn use_files(call: libc::c_long, errno: i32) {
     let what = format!("system call {call} fails with {errno}");
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();

@@ -362,7 +362,7 @@ impl<'a> BitmapEditor<'a> {
         self.settle()?;
         let entry = self.listed.remove(at).entry;
         let table = read_table(self.file, entry.table_pos, u64::from(entry.table_entries))?;
-        // What a damaged table names is not freed.
+        // Clusters that a damaged table names are not freed.
         if self.check(&table, &mut BTreeSet::new()).is_ok() {
             self.give_up_bits(&table);
         }
