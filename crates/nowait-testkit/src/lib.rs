@@ -48,7 +48,7 @@ pub use requirements::{
     say_skipped, skip,
 };
 pub use scratch::{Scratch, allocated};
-pub use wait::{BOUND, output_of, wait_for, wait_for_exit, wait_until, within};
+pub use wait::{BOUND, SetOnDrop, output_of, wait_for, wait_for_exit, wait_until, within};
 
 /// Bytes in a KiB.
 pub const KIB: u64 = 1024;

@@ -4,6 +4,7 @@
 
 use std::fmt::{Debug, Display};
 use std::process::{Child, ExitStatus, Output};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -65,4 +66,13 @@ pub fn wait_for_exit(child: &mut Child) -> ExitStatus {
 pub fn output_of(mut child: Child) -> Output {
     wait_for_exit(&mut child);
     child.wait_with_output().expect("the output of a child that has ended")
+}
+
+/// Sets a flag when it is dropped, also by a panic, so that threads which run until then end.
+pub struct SetOnDrop<'a>(pub &'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
 }

@@ -6,12 +6,12 @@ use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
 use std::sync::PoisonError;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
 
 use nowait_testkit::nbd::{Client, Command as NbdCommand};
-use nowait_testkit::{Running, Scratch, ends_with_test, wait_until};
+use nowait_testkit::{Running, Scratch, SetOnDrop, ends_with_test, wait_until};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
 use crate::ceph::{OSD, cluster, script, serve};
@@ -163,6 +163,7 @@ fn daemons_that_are_stopped_for_a_while_under_load_are_a_pause_without_an_error(
             scope.spawn(move || load(&mut client, region, over))
         };
         let loads = [0, 4 * MIB].map(load);
+        let loading = SetOnDrop(&over);
         for daemon in ["mon.a", "osd.0", "osd.0"] {
             let process = cluster.process(daemon);
             kill_process(process, Signal::STOP).expect("a daemon");
@@ -170,7 +171,7 @@ fn daemons_that_are_stopped_for_a_while_under_load_are_a_pause_without_an_error(
             kill_process(process, Signal::CONT).expect("a daemon");
             thread::sleep(Duration::from_millis(100));
         }
-        over.store(true, Ordering::Relaxed);
+        drop(loading);
         for load in loads {
             assert!(load.join().expect("what was written is read") > 0);
         }

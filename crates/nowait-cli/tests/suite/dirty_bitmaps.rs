@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use nowait_testkit::nbd::{Client, Command, EINVAL, Mode, REQ_ONE};
-use nowait_testkit::{Random, require_tool, seed, tool};
+use nowait_testkit::{Random, SetOnDrop, require_tool, seed, tool};
 use serde_json::{Value, json};
 
 use crate::common::status_client::StatusClient;
@@ -526,6 +526,7 @@ fn no_change_is_lost_between_two_bitmaps_while_clients_write_on_all_threads() {
                 }
             });
         }
+        let writing = SetOnDrop(&is_over);
         for round in 0..4 {
             let (old, new) = (round.to_string(), (round + 1).to_string());
             add(&new);
@@ -533,7 +534,7 @@ fn no_change_is_lost_between_two_bitmaps_while_clients_write_on_all_threads() {
             copy_dirty(&it, &mut reader, &old, &mut copy);
             change(&it, "remove", &[&old]);
         }
-        is_over.store(true, Ordering::Release);
+        drop(writing);
     });
     copy_dirty(&it, &mut reader, "4", &mut copy);
     assert!(copy == reader.read(0, 8 * MIB as u32).expect("the disk"));

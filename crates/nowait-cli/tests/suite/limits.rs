@@ -16,7 +16,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::common::{KIB, MIB, Scratch, Server, require_tool};
 use nowait_testkit::nbd::{Client, Command, Mode, RawRequest, greet, send_option};
-use nowait_testkit::{BOUND, Random, wait_for};
+use nowait_testkit::{BOUND, Random, SetOnDrop, wait_for};
 
 const IDLE: usize = 1000;
 const IDLE_BYTES: u64 = 64 * MIB;
@@ -371,10 +371,11 @@ fn a_client_with_one_request_at_a_time_gets_its_part_of_a_limited_rate() {
                 let more = || !over.load(Ordering::Relaxed);
                 (0..).take_while(|_| more()).map(&mut next).count() as u64
             });
+            let reading = SetOnDrop(&over);
             for _ in 0..SINGLE {
                 fixture.bystander.read(0, 4096).expect("bytes");
             }
-            over.store(true, Ordering::Relaxed);
+            drop(reading);
             deep.join().expect("a client")
         });
         // Half of the rate, or a little less.

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use nowait_testkit::certificates::{Authority, Flaw, Role};
 use nowait_testkit::nbd::{Client, Command, Mode};
-use nowait_testkit::{Random, Running, seed, wait_until};
+use nowait_testkit::{Random, Running, SetOnDrop, seed, wait_until};
 use serde_json::Value;
 
 use crate::common::load::{self, bytes};
@@ -41,11 +41,13 @@ fn a_proxy_is_upgraded_under_load_and_what_it_was_given_is_in_the_image_behind()
     let (mut client, over) = (proxy.connect(), &AtomicBool::new(false));
     thread::scope(|scope| {
         let load = scope.spawn(|| load::load(&mut client, 0, over));
+        let loading = SetOnDrop(over);
         for _ in 0..3 {
             assert_eq!(proxy.upgrade()["connections"], 1);
             proxy.connect().read(0, 512).expect("a new client is served");
+            wait_until("the new client has left", || proxy.connections() == 1);
         }
-        over.store(true, Ordering::Relaxed);
+        drop(loading);
         assert!(load.join().expect("no error") > 0);
     });
     client.write(DISK_BYTES - 4096, &bytes(9, 4096)).expect("a write");

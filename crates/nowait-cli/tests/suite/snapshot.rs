@@ -6,10 +6,10 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 use nowait_testkit::nbd::{Client, Command as Request, Mode};
-use nowait_testkit::{Finished, require_tool, tool};
+use nowait_testkit::{Finished, SetOnDrop, require_tool, tool};
 use serde_json::Value;
 
 use crate::common::load::{bytes, load, verified_by_fio};
@@ -100,12 +100,13 @@ fn snapshots_under_load_keep_what_was_written_before_and_lose_nothing_that_is_wr
             let loads: Vec<_> = regions
                 .map(|(client, region)| scope.spawn(move || load(client, region, over)))
                 .collect();
+            let loading = SetOnDrop(over);
             let overlays = ["one", "two", "three"].map(|name| {
                 let overlay = it.snapshot(name);
                 it.server.connect().read(0, 512).expect("a new client is served");
                 overlay
             });
-            over.store(true, Ordering::Relaxed);
+            drop(loading);
             loads.into_iter().for_each(|load| assert!(load.join().expect("no error") > 0));
             overlays
         });
@@ -215,6 +216,7 @@ fn a_qcow2_disk_in_use_grows_and_shrinks_and_a_raw_one_shrinks() {
         std::thread::scope(|scope| {
             let mut other = it.server.connect();
             let load = scope.spawn(move || load(&mut other, 8 * MIB, over));
+            let loading = SetOnDrop(over);
             it.export(&["resize", "@0", "2G"]).succeeds();
             assert_eq!(it.size(), 2048 * MIB);
             let mut new = it.server.connect();
@@ -229,7 +231,7 @@ fn a_qcow2_disk_in_use_grows_and_shrinks_and_a_raw_one_shrinks() {
             assert_eq!(new.call(&write), Err(28), "ENOSPC");
             it.export(&["resize", "@0", "+32M"]).succeeds();
             assert!(new.read(32 * MIB, 4096).expect("bytes").iter().all(|byte| *byte == 0));
-            over.store(true, Ordering::Relaxed);
+            drop(loading);
             assert!(load.join().expect("no error") > 0);
         });
         assert!(client.read(30 * MIB, 70_000).expect("bytes") == bytes(1, 70_000));

@@ -10,11 +10,11 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 use nowait_testkit::nbd::{Client, Mode};
 use nowait_testkit::{
-    Finished, ends_with_program, no_child_starts, require_tool, tool, wait_until,
+    Finished, SetOnDrop, ends_with_program, no_child_starts, require_tool, tool, wait_until,
 };
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::Value;
@@ -111,7 +111,7 @@ impl Upgraded {
     }
 
     /// Clients of the server.
-    fn connections(&self) -> u64 {
+    pub(crate) fn connections(&self) -> u64 {
         let status = self.command(&["status", "--json"]).succeeds();
         let status: Value = serde_json::from_str(&status).expect("JSON");
         status[0]["server"]["connections"].as_u64().expect("a number")
@@ -154,15 +154,6 @@ impl Drop for Upgraded {
 pub(crate) fn runs(process: Pid) -> bool {
     let state = fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero()));
     test_kill_process(process).is_ok() && !state.is_ok_and(|state| state.contains(") Z "))
-}
-
-/// Sets a flag when it is dropped, also by a panic: threads that look at it end.
-struct SetOnDrop<'a>(&'a AtomicBool);
-
-impl Drop for SetOnDrop<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use nowait_testkit::SetOnDrop;
 use serde_json::{Value, json};
 
 use crate::common::{Scratch, accepted, text};
@@ -97,11 +98,12 @@ fn a_change_that_was_answered_with_success_is_in_force_through_upgrades_beside_i
                 assert!(answer.is_none_or(|status| [204, 503].contains(&status)), "{answer:?}");
             }
         });
+        let changing = SetOnDrop(&over);
         for _ in 0..UPGRADES {
             std::thread::sleep(Duration::from_millis(100));
             it.upgrade();
         }
-        over.store(true, Ordering::Relaxed);
+        drop(changing);
         [limits, protection, exports, flushes]
             .into_iter()
             .for_each(|changes| changes.join().expect("no change is lost"));
