@@ -16,9 +16,9 @@ const LIMITS: [Case; 6] = [
     ("null_cost", &[], [123, 203], [123, 288]),
     ("null_cost_one", &[], [162, 248], [163, 330]),
     ("null_cost_cases", &["mapped", "read"], [117, 241], [121, 290]),
-    ("null_cost_cases", &["mapped", "write"], [296, 440], [335, 530]),
+    ("null_cost_cases", &["mapped", "write"], [251, 394], [286, 474]),
     ("null_cost_cases", &["cache", "read"], [176, 332], [199, 364]),
-    ("null_cost_cases", &["cache", "write"], [438, 600], [508, 700]),
+    ("null_cost_cases", &["cache", "write"], [393, 549], [458, 637]),
 ];
 
 fn check(profile: &str, limits: impl Fn([[u64; 2]; 2]) -> [u64; 2]) {

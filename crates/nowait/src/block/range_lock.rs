@@ -24,8 +24,8 @@ const STRIPE_SHIFT: u32 = 16;
 const STRIPES: usize = 4096;
 /// Threads that count their shared locks apart from each other; the next ones share with these.
 const SHARDS: usize = 16;
-/// The alignment of the numbers of a shard in bytes: two cache lines.
-const ALIGNMENT: usize = 128;
+/// Numbers of a row: one for each stripe, and two cache lines that keep the rows of two threads apart.
+const ROW: usize = STRIPES + 128 / size_of::<AtomicU32>();
 const EXCLUSIVE: u32 = 1 << 31;
 /// A thread sleeps until this stripe is free; no new shared holder is admitted.
 const CONTENDED: u32 = 1 << 30;
@@ -41,22 +41,14 @@ pub(crate) enum LockMode {
 
 /// The numbers of all stripes. Of a device that is not written to they take no memory.
 struct Table {
-    numbers: Box<[AtomicU32]>,
-    /// The first that is used: so that shards share no cache lines.
-    first: usize,
+    rows: Box<[[AtomicU32; ROW]; 1 + SHARDS]>,
 }
 
 impl Table {
-    fn new() -> Self {
-        let numbers = zeroed_atomics((1 + SHARDS) * STRIPES + ALIGNMENT / size_of::<AtomicU32>());
-        let first = numbers.as_ptr().align_offset(ALIGNMENT);
-        Self { numbers, first }
-    }
-
     /// [`EXCLUSIVE`] and [`CONTENDED`] of a stripe.
     #[inline]
     fn state(&self, stripe: usize) -> &AtomicU32 {
-        &self.numbers[self.first + stripe]
+        &self.rows[0][stripe % STRIPES]
     }
 
     /// Shared locks of a shard's threads on a stripe: locks minus unlocks, modulo 2³². A lock may be
@@ -64,7 +56,7 @@ impl Table {
     /// the number of holders.
     #[inline]
     fn holders(&self, shard: usize, stripe: usize) -> &AtomicU32 {
-        &self.numbers[self.first + (1 + shard) * STRIPES + stripe]
+        &self.rows[1 + shard % SHARDS][stripe % STRIPES]
     }
 }
 
@@ -102,7 +94,7 @@ pub(crate) struct RangeLocks {
 impl RangeLocks {
     pub(crate) fn new() -> Self {
         Self {
-            table: Table::new(),
+            table: Table { rows: zeroed_atomics() },
             sleepers: Mutex::new(0),
             freed: Condvar::new(),
             #[cfg(test)]
@@ -121,9 +113,9 @@ impl RangeLocks {
     /// The stripe of a range that has only one, as most have.
     #[inline]
     fn only_stripe(range: ByteRange) -> Option<usize> {
-        let stripe = range.pos >> STRIPE_SHIFT;
-        let only = range.end().saturating_sub(1) >> STRIPE_SHIFT == stripe;
-        only.then_some(stripe as usize % STRIPES)
+        let bytes_left = (1 << STRIPE_SHIFT) - range.pos % (1 << STRIPE_SHIFT);
+        let stripe = (range.pos >> STRIPE_SHIFT) as usize % STRIPES;
+        (range.len <= bytes_left).then_some(stripe)
     }
 
     /// Locks `range` if that needs no waiting.
@@ -142,6 +134,8 @@ impl RangeLocks {
         locked
     }
 
+    #[cold]
+    #[inline(never)]
     fn try_lock_stripes(&self, range: ByteRange, mode: LockMode) -> bool {
         for (taken, stripe) in Self::stripes(range).enumerate() {
             if !self.try_lock_stripe(stripe, mode) {
@@ -324,8 +318,14 @@ impl RangeLocks {
         }
         match Self::only_stripe(range) {
             Some(stripe) => self.unlock_stripe(stripe, mode),
-            None => Self::stripes(range).for_each(|stripe| self.unlock_stripe(stripe, mode)),
+            None => self.unlock_stripes(range, mode),
         }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn unlock_stripes(&self, range: ByteRange, mode: LockMode) {
+        Self::stripes(range).for_each(|stripe| self.unlock_stripe(stripe, mode));
     }
 }
 
@@ -380,7 +380,7 @@ mod tests {
         locks.unlock(all, LockMode::Exclusive);
         assert!(locks.try_lock(all, LockMode::Shared));
         locks.unlock(all, LockMode::Shared);
-        let mut counts = locks.table.numbers.iter();
+        let mut counts = locks.table.rows.iter().flatten();
         assert!(counts.all(|word| word.load(Ordering::Relaxed) == 0));
     }
 

@@ -5,10 +5,12 @@
 
 use std::sync::atomic::AtomicU32;
 
-/// `count` atomics that are 0.
-pub(crate) fn zeroed_atomics(count: usize) -> Box<[AtomicU32]> {
+/// Rows of atomics that are 0.
+pub(crate) fn zeroed_atomics<const ROW: usize, const ROWS: usize>() -> Box<[[AtomicU32; ROW]; ROWS]>
+{
     // The allocator has pages of zeros, which an initialization one by one would write to.
-    let zeros = Box::into_raw(vec![0u32; count].into_boxed_slice());
-    // SAFETY: the slice is owned, and an atomic has the size, the alignment and the values of its integer.
-    unsafe { Box::from_raw(zeros as *mut [AtomicU32]) }
+    let zeros = Box::into_raw(vec![0u32; ROW * ROWS].into_boxed_slice());
+    // SAFETY: the slice is owned and has as many numbers as the rows together, and an atomic has the size, the
+    // alignment and the values of its integer.
+    unsafe { Box::from_raw(zeros.cast()) }
 }
