@@ -48,10 +48,10 @@ impl InjectedBug {
     /// All injectable bugs.
     #[must_use]
     pub fn all() -> Vec<Self> {
-        let engine = EngineBug::ALL.into_iter().map(Self::Engine);
-        let server = ServerBug::ALL.into_iter().map(Self::Server);
-        let image = ImageBug::ALL.into_iter().map(Self::Image);
-        let remote = RemoteBug::ALL.into_iter().map(Self::Remote);
+        let engine = EngineBug::ALL.iter().copied().map(Self::Engine);
+        let server = ServerBug::ALL.iter().copied().map(Self::Server);
+        let image = ImageBug::ALL.iter().copied().map(Self::Image);
+        let remote = RemoteBug::ALL.iter().copied().map(Self::Remote);
         engine.chain(server).chain(image).chain(remote).collect()
     }
 }

@@ -4,10 +4,7 @@
 
 use std::fmt::Write;
 
-use nowait::sim::{EngineBug, Fault};
-use nowait_image::ImageBug;
-use nowait_remote::RemoteBug;
-use nowait_server::ServerBug;
+use nowait::sim::Fault;
 
 use crate::backup::backup_scenario::BackupScenario;
 use crate::log::log_scenario::LogScenario;
@@ -15,56 +12,23 @@ use crate::remote::remote_scenario::RemoteScenario;
 use crate::run::{InjectedBug, Plan};
 use crate::scenario::Mode;
 
-/// The command-line name of a bug.
+/// The command-line name of a bug: that of its variant, in small letters with hyphens.
 #[must_use]
-pub fn name_of(bug: InjectedBug) -> &'static str {
-    match bug {
-        InjectedBug::Engine(EngineBug::DropFlush) => "drop-flush",
-        InjectedBug::Engine(EngineBug::CompleteBeforeData) => "complete-before-data",
-        InjectedBug::Engine(EngineBug::FreeSlotTwice) => "free-slot-twice",
-        InjectedBug::Engine(EngineBug::ReplyFromStaleBuffer) => "reply-from-stale-buffer",
-        InjectedBug::Engine(EngineBug::ForgetRangeLock) => "forget-range-lock",
-        InjectedBug::Engine(EngineBug::AnswerUnmovedNeighbours) => "answer-unmoved-neighbours",
-        InjectedBug::Engine(EngineBug::CompleteElsewhere) => "complete-elsewhere",
-        InjectedBug::Engine(EngineBug::AnswerUnsynced) => "answer-unsynced",
-        InjectedBug::Engine(EngineBug::ForgetGeneration) => "forget-generation",
-        InjectedBug::Engine(EngineBug::IgnoreFailedSync) => "ignore-failed-sync",
-        InjectedBug::Server(ServerBug::ReplyFromOldBuffer) => "reply-from-old-buffer",
-        InjectedBug::Server(ServerBug::ReplyTwice) => "reply-twice",
-        InjectedBug::Server(ServerBug::LoseAtDisconnect) => "lose-at-disconnect",
-        InjectedBug::Server(ServerBug::TrustReports) => "trust-reports",
-        InjectedBug::Server(ServerBug::ForgetInFlight) => "forget-in-flight",
-        InjectedBug::Server(ServerBug::RepeatTold) => "repeat-told",
-        InjectedBug::Server(ServerBug::TellBeforeData) => "tell-before-data",
-        InjectedBug::Server(ServerBug::CommitBeforeData) => "commit-before-data",
-        InjectedBug::Server(ServerBug::ForgetHeld) => "forget-held",
-        InjectedBug::Server(ServerBug::IgnoreProtection) => "ignore-protection",
-        InjectedBug::Server(ServerBug::LoseParkedInput) => "lose-parked-input",
-        InjectedBug::Server(ServerBug::SkipAtStop) => "skip-at-stop",
-        InjectedBug::Server(ServerBug::ReuseIndex) => "reuse-index",
-        InjectedBug::Server(ServerBug::DrainWithRequest) => "drain-with-request",
-        InjectedBug::Server(ServerBug::WriteBeforeCopy) => "write-before-copy",
-        InjectedBug::Image(ImageBug::ForgetTail) => "forget-tail",
-        InjectedBug::Image(ImageBug::ReadBelowElsewhere) => "read-below-elsewhere",
-        InjectedBug::Image(ImageBug::ForgetOrder) => "forget-order",
-        InjectedBug::Image(ImageBug::ForgetGivenBack) => "forget-given-back",
-        InjectedBug::Image(ImageBug::CutTooShort) => "cut-too-short",
-        InjectedBug::Image(ImageBug::ForgetToGrow) => "forget-to-grow",
-        InjectedBug::Image(ImageBug::ForgetFailure) => "forget-failure",
-        InjectedBug::Image(ImageBug::FlushBesideAnother) => "flush-beside-another",
-        InjectedBug::Image(ImageBug::ForgetOverlapCheck) => "forget-overlap-check",
-        InjectedBug::Image(ImageBug::BitAfterWrite) => "bit-after-write",
-        InjectedBug::Remote(RemoteBug::ForgetReplay) => "forget-replay",
-        InjectedBug::Remote(RemoteBug::TrimWhenAsked) => "trim-when-asked",
-        InjectedBug::Remote(RemoteBug::TrimTooMuch) => "trim-too-much",
-        InjectedBug::Remote(RemoteBug::ReplayOutOfOrder) => "replay-out-of-order",
-        InjectedBug::Remote(RemoteBug::ReplayOverwritten) => "replay-overwritten",
-        InjectedBug::Remote(RemoteBug::ForgetDurable) => "forget-durable",
-        InjectedBug::Remote(RemoteBug::AnswerUnanswered) => "answer-unanswered",
-        InjectedBug::Remote(RemoteBug::ForgetOverlap) => "forget-overlap",
-        InjectedBug::Remote(RemoteBug::ReadBesideRepeated) => "read-beside-repeated",
-        InjectedBug::Remote(RemoteBug::ForgetFailedFlush) => "forget-failed-flush",
+pub fn name_of(bug: InjectedBug) -> String {
+    let variant = match bug {
+        InjectedBug::Engine(bug) => format!("{bug:?}"),
+        InjectedBug::Server(bug) => format!("{bug:?}"),
+        InjectedBug::Image(bug) => format!("{bug:?}"),
+        InjectedBug::Remote(bug) => format!("{bug:?}"),
+    };
+    let mut name = String::new();
+    for letter in variant.chars() {
+        if letter.is_ascii_uppercase() && !name.is_empty() {
+            name.push('-');
+        }
+        name.push(letter.to_ascii_lowercase());
     }
+    name
 }
 
 /// The bug with this name.
@@ -165,7 +129,17 @@ pub fn describe(plan: &Plan) -> String {
 
 #[cfg(test)]
 mod tests {
+    use nowait::sim::EngineBug;
+    use nowait_server::ServerBug;
+
     use super::*;
+
+    #[test]
+    fn each_bug_has_a_name_of_its_own() {
+        assert_eq!(bug_of("drop-flush"), Some(InjectedBug::Engine(EngineBug::DropFlush)));
+        assert_eq!(bug_of("drop-flushes"), None);
+        assert!(InjectedBug::all().into_iter().all(|bug| bug_of(&name_of(bug)) == Some(bug)));
+    }
 
     #[test]
     fn a_plan_is_read_back_as_it_was_written() {

@@ -81,7 +81,7 @@ fn fails(bug: InjectedBug, seed: u64) -> bool {
     let (seed, steps) = (seed.to_string(), SEED_STEPS.to_string());
     let run = Command::new(env!("CARGO_BIN_EXE_nowait-sim"))
         .args(["--mode", mode.name(), "--seed", &seed, "--steps", &steps])
-        .args(["--break", name_of(bug), "--whole"])
+        .args(["--break", &name_of(bug), "--whole"])
         .output()
         .unwrap();
     assert!(matches!(run.status.code(), None | Some(0 | 1)), "{run:?}");

@@ -16,7 +16,7 @@ mod net;
 mod sim_commands;
 mod sim_queue;
 
-pub use crate::sim_hooks::injected_bug::{EngineBug, set as inject_bug};
+pub use crate::sim_hooks::injected_bug::{EngineBug, inject as inject_bug};
 pub use crate::sim_hooks::yield_point::{is_simulated, set as set_yield, yield_now};
 pub use fault::{ERRNOS, Fault, Faults, SUBMIT_ERRNO};
 pub use net::{ClientEnd, ServerEnd, connection};
