@@ -320,8 +320,6 @@ fn the_client_asks_for_what_its_methods_say() {
     let both = EndBackup { with: vec!["@4".into()] };
     client.end_backup(&name, &both, BackupEnd::Commit).unwrap();
     client.end_backup("@4", &EndBackup::default(), BackupEnd::Abort).unwrap();
-    let many = EndBackup { with: vec!["@4".into(); 256] };
-    client.end_backup(&name, &many, BackupEnd::Abort).unwrap_err();
     let add = AddExport { name: "x".into(), path: "/y".into(), ..AddExport::default() };
     client.add(&add).unwrap();
     let patch = PatchExport { size_bytes: Some(5), ..PatchExport::default() };
@@ -351,4 +349,23 @@ fn the_client_asks_for_what_its_methods_say() {
     assert_eq!(asked, expected);
     drop(running);
     assert!(matches!(client.server(), Err(ClientError::Unreachable(_))));
+}
+
+#[test]
+fn the_backups_of_255_others_begin_and_end_with_one_and_those_of_256_do_not() {
+    let running = run();
+    let client = Client::new(&running.socket).unwrap();
+    let others = |count: u64| -> Vec<_> { (1..=count).map(|id| format!("@{id}")).collect() };
+    let start = |with| client.start_backup("@0", &StartBackup { with, ..StartBackup::default() });
+    let end = |with| client.end_backup("@0", &EndBackup { with }, BackupEnd::Commit);
+    start(others(255)).unwrap();
+    end(others(255)).unwrap();
+    let all = (0..256).collect::<Vec<u64>>();
+    let asked = [format!("start_backup {all:?} None"), format!("end_backup {all:?} Commit")];
+    assert_eq!(*running.server.0.lock().unwrap(), asked);
+    for refused in [start(others(256)).unwrap_err(), end(others(256)).unwrap_err()] {
+        let ClientError::Refused(why) = refused else { panic!("{refused:?}") };
+        assert_eq!(why, "at most 255 backups begin or end with another one");
+    }
+    assert_eq!(running.server.0.lock().unwrap().len(), 2);
 }

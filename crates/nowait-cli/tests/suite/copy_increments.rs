@@ -205,3 +205,56 @@ fn an_increment_comes_from_a_bitmap_of_qemu_too() {
     assert!(disk(&scratch, &full) == expected);
     accepted(&["check", text(&overlay)]);
 }
+
+#[test]
+fn an_increment_of_a_disk_that_ends_inside_a_sector_has_its_last_bytes() {
+    for size in [MIB + 1, MIB + 511, MIB + 513] {
+        let scratch = Scratch::new();
+        let image = scratch.sparse("disk.img", size);
+        let server = Server::start(&image, &["--bitmap", "b"]);
+        let uri = server.uri();
+        let [full, raw] = ["full.img", "place.img"].map(|name| scratch.join(name));
+        for to in [&full, &raw] {
+            copy(uri, text(to), &[]);
+        }
+        let mut client = server.connect();
+        assert_eq!(client.size, size);
+        client.write(size - 700, &[7; 700]).expect("a write up to the end");
+        let overlay = scratch.join("new.qcow2");
+        let onto = ["--bitmap", "b", "--to-backing", "full.img", "--verify"];
+        copy(uri, text(&overlay), &onto);
+        copy(uri, text(&raw), &["--bitmap", "b", "--in-place", "--verify"]);
+        // A qcow2 image is whole sectors: its last one is filled up with zeros.
+        let whole = scratch.sparse("whole.img", size.next_multiple_of(512));
+        copy(uri, text(&whole), &["--bitmap", "b", "--in-place", "--verify"]);
+        server.stop();
+        let mut expected = fs::read(&image).expect("the image");
+        assert!(fs::read(&raw).expect("the copy") == expected, "{size}");
+        expected.resize(size.next_multiple_of(512) as usize, 0);
+        assert!(disk(&scratch, &overlay) == expected, "{size}");
+        assert!(fs::read(&whole).expect("the copy") == expected, "{size}");
+    }
+}
+
+#[test]
+fn an_increment_goes_to_a_disk_of_the_same_sectors_and_no_other() {
+    let size = MIB + 1;
+    let scratch = Scratch::new();
+    let server = Server::start(&scratch.sparse("disk.img", size), &["--bitmap", "b"]);
+    for (other, fits) in [
+        (size - 1, false),
+        (size, true),
+        (size + 1, false),
+        (MIB + 511, false),
+        (MIB + 512, true),
+        (MIB + 513, false),
+    ] {
+        let to = scratch.sparse(&format!("{other}.img"), other);
+        let arguments = ["copy", server.uri(), text(&to), "--bitmap", "b", "--in-place"];
+        match fits {
+            true => drop(accepted(&arguments)),
+            false => refusal(&arguments).says(&[text(&to), "another size"]),
+        }
+    }
+    server.stop();
+}

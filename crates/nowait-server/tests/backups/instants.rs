@@ -86,6 +86,27 @@ fn c79_disks_whose_backups_begin_together_have_one_instant() {
 }
 
 #[test]
+fn c79_the_backups_of_256_disks_begin_and_end_together() {
+    let scene = Scene::of(&[Kind::Raw; 256]);
+    let names = (0..256).map(|n| n.to_string()).collect::<Vec<_>>();
+    let written = ["0", "1", "255"];
+    for name in written {
+        scene.connect(name).write(SIZE - 512, &[1; 512]).expect("a write");
+    }
+    let specs = names.iter().map(|name| scene.spec(name)).collect();
+    assert_eq!(scene.exports.begin_backups(specs, PAUSE).expect("backups").len(), 256);
+    for name in written {
+        scene.connect(name).write(SIZE - 512, &[2; 512]).expect("a write");
+        let mut backup = scene.connect(&format!("{name}.backup"));
+        assert_eq!(backup.read(SIZE - 512, 512), Ok(vec![1; 512]), "{name}");
+    }
+    let ids = names.iter().map(|name| scene.id(name)).collect::<Vec<_>>();
+    scene.exports.end_backups(&ids, BackupEnd::Commit, PAUSE).expect("the end");
+    assert!(scene.exports.backups().is_empty());
+    assert_eq!(scene.exports.list().len(), 256);
+}
+
+#[test]
 fn c79_where_one_backup_cannot_begin_none_does() {
     let scene = Scene::of(&[Kind::Raw, Kind::Raw]);
     let refused = |specs, export: &str, why: BackupRefusal| {
