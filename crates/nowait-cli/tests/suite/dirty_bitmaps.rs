@@ -127,14 +127,14 @@ fn a_bitmap_of_the_start_has_every_change_from_the_first_on() {
     server.connect().write(MIB, &[1; 512]).expect("a write");
     let queries = ["qemu:dirty-bitmap:x", "qemu:dirty-bitmap:y", "qemu:dirty-bitmap:z=1"];
     let mut client = StatusClient::connect(&server.socket(), "", Mode::Extended, &queries);
-    assert_eq!(client.contexts.len(), 2);
+    assert_eq!(client.contexts().len(), 2);
     for name in ["x", "z=1"] {
         let dirty = client.dirty(name, 8 * MIB, USUAL, 0);
         let ones: Vec<_> = (0..dirty.len()).filter(|at| dirty[*at]).collect();
         assert_eq!(ones, [16]);
     }
     let mut other = StatusClient::connect(&server.socket(), "two", Mode::Extended, &queries);
-    assert_eq!(other.contexts.values().collect::<Vec<_>>(), [queries[1]]);
+    assert_eq!(other.contexts().values().collect::<Vec<_>>(), [queries[1]]);
     assert!(!other.dirty("y", 8 * MIB, USUAL, 0).contains(&true));
     server.stop();
     for (bitmap, why) in
@@ -200,7 +200,7 @@ fn compare(it: &Upgraded, models: &[Model], size: u64, random: &mut Random) {
     let queries: Vec<&str> = names.iter().map(|name| &**name).collect();
     for mode in Mode::CHUNKED {
         let mut client = StatusClient::connect(&it.socket(), "", mode, &queries);
-        assert_eq!(client.contexts.len(), names.len());
+        assert_eq!(client.contexts().len(), names.len());
         for model in models {
             let flags = if random.chance(30) { REQ_ONE } else { 0 };
             let told = client.dirty(model.name, size, model.granularity, flags);
@@ -293,7 +293,7 @@ fn a_client_goes_on_with_its_bitmaps_after_an_upgrade_and_gets_errors_of_one_tha
         assert_eq!(map.values().next(), before.values().last());
         it.upgrade();
     }
-    let [id] = [*both.contexts.keys().next().expect("a context")];
+    let [id] = [*both.contexts().keys().next().expect("a context")];
     assert_eq!(id, 1);
 }
 

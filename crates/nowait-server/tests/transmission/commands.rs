@@ -10,7 +10,7 @@ use nowait_testkit::nbd::{
     Mode, NO_HOLE, NONE, READ, REQ_ONE, TRIM, WRITE_ZEROES,
 };
 
-use crate::client::{Client, Message, Request};
+use crate::client::{self, Client, Message, Request};
 use crate::scene::{KIB, MIB, Scene, byte_at, bytes_at, inverted_at};
 
 // Bits of the transmission flags.
@@ -367,7 +367,10 @@ fn a_client_that_reads_no_error_replies_is_no_longer_read_and_delays_no_other_cl
     let first: Vec<u8> = (0..FIRST).flat_map(|_| deaf.header(Request::of(77, 0, 0))).collect();
     let rest = deaf.header(Request::of(77, 0, 0)).repeat(REQUESTS);
     deaf.send_bytes(&first).unwrap();
-    assert!(!deaf.send_while_taken(&rest), "all was read, though the client reads no replies");
+    assert!(
+        !client::send_while_taken(&mut deaf, &rest),
+        "all was read, though the client reads no replies"
+    );
     assert_eq!(scene.connect(Mode::Simple).call(Request::of(READ, 0, 4096)).error, 0);
     for _ in 0..FIRST {
         assert_eq!(deaf.outcome().1.error, EINVAL);

@@ -12,7 +12,7 @@ use nowait_testkit::nbd::{
     BLOCK_STATUS, DISC, FLUSH, Mode, OPT_GO, OPT_STARTTLS, READ, WRITE_ZEROES, option_bytes,
 };
 
-use crate::client::{Client, Request};
+use crate::client::{self, Client, Request};
 use crate::scene::{KIB, MIB, Scene, bytes_at, inverted_at};
 
 /// A TLS record of an alert, and the level of one that ends the session (RFC 8446, section 6).
@@ -20,7 +20,7 @@ const ALERT: u8 = 21;
 const FATAL: u8 = 2;
 
 fn connect(scene: &Scene, mode: Mode, cert: &CertificateDer<'static>) -> Client {
-    Client::connect_encrypted(scene.socket(), mode, cert)
+    client::connect_encrypted(scene.socket(), mode, cert)
 }
 
 fn image(scene: &Scene, pos: u64, len: usize) -> Vec<u8> {
@@ -96,7 +96,7 @@ fn a_client_that_disconnects_gets_all_replies_and_close_notify() {
 fn bytes_after_starttls_are_tls_or_end_the_connection() {
     let (scene, cert) = Scene::with_tls(MIB, &[(0, MIB)]);
     let go = option_bytes(OPT_GO, &[0; 6]);
-    let mut client = Client::greeted(scene.socket(), Mode::Simple);
+    let mut client = client::greeted(scene.socket(), Mode::Simple);
     client.stream.write_all(&[option_bytes(OPT_STARTTLS, &[]), go].concat()).unwrap();
     let mut answer = Vec::new();
     let _ = client.stream.read_to_end(&mut answer);

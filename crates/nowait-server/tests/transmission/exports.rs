@@ -4,7 +4,7 @@
 
 use nowait_testkit::nbd::{Mode, READ};
 
-use crate::client::{Client, Request};
+use crate::client::{self, Request};
 use crate::scene::{MIB, OTHER, OTHER_BYTE, Scene, byte_at, bytes_at};
 
 #[test]
@@ -12,7 +12,7 @@ fn a_client_is_served_the_export_that_it_chooses() {
     let scene = Scene::with_other(MIB, &[(0, MIB)]);
     for mode in Mode::ALL {
         let mut default = scene.connect(mode);
-        let mut other = Client::connect_to(scene.socket(), mode, OTHER, &[]);
+        let mut other = client::connect_to(scene.socket(), mode, OTHER, &[]);
         for _ in 0..3 {
             let read = Request::of(READ, 0, 4096);
             assert_eq!(default.call(read).data, bytes_at(0..4096));
@@ -26,11 +26,11 @@ fn a_client_is_served_the_export_that_it_chooses() {
 fn requests_sent_with_the_choice_of_an_export_are_for_that_export() {
     let scene = Scene::with_other(MIB, &[(0, MIB)]);
     for name in ["", OTHER] {
-        let mut pattern = Client::greeted(scene.socket(), Mode::Simple);
+        let mut pattern = client::greeted(scene.socket(), Mode::Simple);
         let reads: Vec<u8> =
             (0..3).flat_map(|_| pattern.header(Request::of(READ, 0, 512))).collect();
         for cut in [reads.len(), reads.len() - 1, 28, 1] {
-            let mut client = Client::connect_to(scene.socket(), Mode::Simple, name, &reads[..cut]);
+            let mut client = client::connect_to(scene.socket(), Mode::Simple, name, &reads[..cut]);
             client.take_over(&pattern);
             client.send_bytes(&reads[cut..]).unwrap();
             for _ in 0..3 {
@@ -47,7 +47,7 @@ fn all_sockets_of_a_server_lead_to_the_same_export() {
     let beside = scene.socket_beside();
     for _ in 0..2 {
         for socket in [scene.socket(), &beside] {
-            let mut client = Client::connect(socket, Mode::Simple);
+            let mut client = client::connect(socket, Mode::Simple);
             assert_eq!(client.call(Request::of(READ, 0, 1)).data, [byte_at(0)]);
         }
     }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use nowait_testkit::nbd::{BLOCK_STATUS, DISC, FLUSH, Mode, READ};
 
-use crate::client::{Client, Request};
+use crate::client::{self, Client, Request};
 use crate::scene::{KIB, MIB, OTHER, OTHER_BYTE, Scene, bytes_at};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -133,7 +133,7 @@ fn clients_under_load_get_every_answer_once_through_many_pauses() {
         let mut clients = [
             scene.connect(mode),
             scene.connect(mode),
-            Client::connect_encrypted(scene.socket(), mode, &cert),
+            client::connect_encrypted(scene.socket(), mode, &cert),
         ];
         std::thread::scope(|scope| {
             let with_region = clients.iter_mut().zip([0, 4 * MIB, 8 * MIB]);
@@ -155,13 +155,13 @@ fn clients_under_load_get_every_answer_once_through_many_pauses() {
 #[test]
 fn a_client_that_connects_or_chooses_an_export_during_a_pause_is_served_after_it() {
     let scene = Scene::with_other(MIB, &[(0, MIB)]);
-    let mut of_other = Client::connect_to(scene.socket(), Mode::Structured, OTHER, &[]);
+    let mut of_other = client::connect_to(scene.socket(), Mode::Structured, OTHER, &[]);
     let parked = scene.exports().pause(TIMEOUT).unwrap();
     assert!(scene.exports().pause(TIMEOUT).is_err(), "it is parked");
     let sent = of_other.send(Request::of(READ, 0, 512));
     let connecting = std::thread::spawn({
         let socket = scene.socket().to_owned();
-        move || Client::connect_to(&socket, Mode::Structured, OTHER, &[])
+        move || client::connect_to(&socket, Mode::Structured, OTHER, &[])
     });
     std::thread::sleep(Duration::from_millis(30));
     assert!(!connecting.is_finished());

@@ -19,7 +19,7 @@ use tempfile::TempDir;
 
 use nowait_testkit::nbd::Mode;
 
-use crate::client::Client;
+use crate::client::{self, Client};
 use crate::stream;
 
 pub(crate) const KIB: u64 = 1 << 10;
@@ -154,7 +154,7 @@ impl Scene {
     }
 
     pub(crate) fn connect(&self, mode: Mode) -> Client {
-        Client::connect(&self.socket, mode)
+        client::connect(&self.socket, mode)
     }
 
     pub(crate) fn exports(&self) -> &Exports {

@@ -7,7 +7,7 @@ use nowait_testkit::nbd::{
     BLOCK_STATUS, BLOCK_STATUS_CHUNK, BLOCK_STATUS_EXT, EINVAL, Mode, PAYLOAD_LEN, READ, REQ_ONE,
 };
 
-use crate::client::{Client, Message, Outcome, Request};
+use crate::client::{self, Client, Message, Outcome, Request};
 use crate::scene::{KIB, MIB, Scene, TIB};
 
 const HOLE_AND_ZERO: u64 = 3;
@@ -17,7 +17,7 @@ fn status(client: &mut Client, offset: u64, length: u64, flags: u16) -> Vec<(u64
     let outcome = client.call(Request::of(BLOCK_STATUS, offset, length).with(flags));
     assert_eq!(outcome.error, 0);
     let [(context, extents)] = &outcome.status[..] else { panic!("{outcome:?}") };
-    assert_eq!(*context, client.context);
+    assert_eq!(*context, client.context());
     extents.clone()
 }
 
@@ -103,7 +103,7 @@ fn nbd_must_req_one_gets_one_extent_no_longer_than_asked_for() {
 fn nbd_should_block_status_without_a_context_or_past_the_end_is_einval() {
     let scene = Scene::new(4 * MIB, &DATA);
     for mode in Mode::ALL {
-        let mut without = Client::connect_selecting(scene.socket(), mode, false);
+        let mut without = client::connect_selecting(scene.socket(), mode, false);
         assert_eq!(without.call(Request::of(BLOCK_STATUS, 0, MIB)).error, EINVAL);
         assert_eq!(without.call(Request::of(READ, 0, 512)).error, 0);
     }
@@ -134,7 +134,7 @@ fn nbd_a_payload_limits_block_status_to_the_contexts_it_names() {
     let scene = Scene::new(5 * TIB, &[(MIB, MIB)]);
     let mut client = scene.connect(Mode::Extended);
     assert_eq!(client.transmission_flags & 1 << 12, 1 << 12);
-    let context = client.context;
+    let context = client.context();
     let outcome = named(&mut client, MIB, TIB, &[context]);
     let extents = vec![(MIB, 0), (TIB - MIB, HOLE_AND_ZERO)];
     assert_eq!((outcome.error, outcome.status), (0, vec![(context, extents)]));
@@ -151,7 +151,7 @@ fn nbd_a_payload_limits_block_status_to_the_contexts_it_names() {
 fn nbd_must_a_bad_block_status_payload_is_consumed_and_refused() {
     let scene = Scene::new(4 * MIB, &DATA);
     let mut client = scene.connect(Mode::Extended);
-    let id = client.context;
+    let id = client.context();
     for ids in [&[][..], &[id + 1], &[0], &[id, id], &[id, id + 1], &vec![id; 300_000]] {
         assert_eq!(named(&mut client, 0, MIB, ids).error, EINVAL, "{} ids", ids.len());
         assert_eq!(client.call(Request::of(READ, 0, 512)).error, 0);
@@ -162,7 +162,7 @@ fn nbd_must_a_bad_block_status_payload_is_consumed_and_refused() {
         assert_eq!(client.call(Request { payload: &payload, ..header }).error, EINVAL, "{bytes}");
         assert_eq!(client.call(Request::of(READ, 0, 512)).error, 0);
     }
-    let mut without = Client::connect_selecting(scene.socket(), Mode::Extended, false);
+    let mut without = client::connect_selecting(scene.socket(), Mode::Extended, false);
     assert_eq!(without.transmission_flags & 1 << 12, 0);
     assert_eq!(named(&mut without, 0, MIB, &[1]).error, EINVAL);
     assert_eq!(without.call(Request::of(READ, 0, 512)).error, 0);
@@ -175,11 +175,11 @@ fn a_block_status_payload_that_comes_byte_by_byte_is_understood() {
     let header = Request::of(BLOCK_STATUS, 0, 12).with(PAYLOAD_LEN);
     let mut bytes = client.header(header);
     bytes.extend(MIB.to_be_bytes());
-    bytes.extend(client.context.to_be_bytes());
+    bytes.extend(client.context().to_be_bytes());
     for byte in bytes {
         client.send_bytes(&[byte]).unwrap();
         std::thread::sleep(std::time::Duration::from_micros(200));
     }
     let (_, outcome) = client.outcome();
-    assert_eq!(outcome.status, [(client.context, vec![(MIB, HOLE_AND_ZERO)])]);
+    assert_eq!(outcome.status, [(client.context(), vec![(MIB, HOLE_AND_ZERO)])]);
 }

@@ -2,31 +2,13 @@
 //!
 //! Invariant: every sent request is answered exactly once, or the test fails.
 
-use std::collections::HashMap;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use crate::nbd::constants::*;
-use crate::wait::BOUND;
-
-/// The message format that a connection negotiates.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
-    /// One message for each reply.
-    Simple,
-    /// Structured replies: reads in chunks.
-    Structured,
-    /// Extended headers: every reply in chunks.
-    Extended,
-}
-
-impl Mode {
-    /// Every format.
-    pub const ALL: [Self; 3] = [Self::Simple, Self::Structured, Self::Extended];
-    /// The formats in which reads are answered in chunks.
-    pub const CHUNKED: [Self; 2] = [Self::Structured, Self::Extended];
-}
+use crate::nbd::handshake::{Mode, greet};
+use crate::nbd::wire_client::{Outcome, Request, WireClient};
 
 /// One command, offsets and lengths in bytes.
 #[derive(Debug, Clone)]
@@ -88,38 +70,23 @@ impl RawRequest {
         bytes
     }
 
-    /// The 32 bytes of an extended header, valid where `bytes` is.
-    fn extended_bytes(&self) -> Vec<u8> {
-        let payload = if self.kind == WRITE { PAYLOAD_LEN } else { 0 };
-        let compact = Self { magic: EXTENDED_REQUEST_MAGIC, flags: self.flags | payload, ..*self };
-        let mut bytes = compact.bytes();
-        bytes.splice(24.., u64::from(self.len).to_be_bytes());
-        bytes
+    fn request<'a>(&self, mode: Mode, payload: &'a [u8]) -> Request<'a> {
+        let Self { flags, kind, offset, len, .. } = *self;
+        let written = if kind == WRITE && mode == Mode::Extended { PAYLOAD_LEN } else { 0 };
+        Request { payload, ..Request::of(kind, offset, len.into()).with(flags | written) }
     }
 }
 
 /// The result of a request: the bytes read (empty for other commands), or the NBD error.
 pub type Answer = Result<Vec<u8>, u32>;
 
-/// A request that was sent and not yet answered.
-struct Pending {
-    offset: u64,
-    /// Filled by chunks as they arrive; its length is that of the read.
-    data: Vec<u8>,
-    covered: usize,
-    error: Option<u32>,
-}
-
 /// One connection in transmission phase.
 pub struct Client<S = UnixStream> {
-    stream: S,
-    mode: Mode,
+    wire: WireClient<S>,
     /// Size of the export in bytes.
     pub size: u64,
     /// Bytes of reads that were answered as holes.
     pub hole_bytes: u64,
-    next_cookie: u64,
-    pending: HashMap<u64, Pending>,
 }
 
 impl Client {
@@ -145,25 +112,14 @@ impl<S: Read + Write> Client<S> {
     ///
     /// # Errors
     /// As `connect`.
-    pub fn over(mut stream: S, name: &str, mode: Mode) -> io::Result<Self> {
-        let option = match mode {
-            Mode::Simple => None,
-            Mode::Structured => Some(OPT_STRUCTURED_REPLY),
-            Mode::Extended => Some(OPT_EXTENDED_HEADERS),
-        };
-        if let Some(option) = option {
-            send_option(&mut stream, option, &[])?;
-            let (kind, _) = read_option_reply(&mut stream)?;
-            assert_eq!(kind, REP_ACK, "{mode:?} refused");
-        }
-        send_option(&mut stream, OPT_GO, &export_request(name))?;
-        let size = read_size(&mut stream)?;
-        Ok(Self { stream, mode, size, hole_bytes: 0, next_cookie: 1, pending: HashMap::new() })
+    pub fn over(stream: S, name: &str, mode: Mode) -> io::Result<Self> {
+        let wire = WireClient::greeted(stream, mode).choose(name, &[], &[])?;
+        Ok(Self { size: wire.size, wire, hole_bytes: 0 })
     }
 
     /// The stream itself, to send raw bytes.
     pub fn stream(&mut self) -> &mut S {
-        &mut self.stream
+        &mut self.wire.stream
     }
 
     /// Sends `command`; returns its cookie.
@@ -171,16 +127,7 @@ impl<S: Read + Write> Client<S> {
     /// # Errors
     /// Errors of the socket.
     pub fn send(&mut self, command: &Command) -> io::Result<u64> {
-        let (kind, flags, offset, len, payload) = wire_form(command);
-        let cookie = self.next_cookie;
-        self.next_cookie += 1;
-        let request = RawRequest { magic: REQUEST_MAGIC, flags, kind, cookie, offset, len };
-        let mut bytes = self.bytes_of(&request);
-        bytes.extend(payload);
-        let expected = if kind == READ { len as usize } else { 0 };
-        self.pending.insert(cookie, Pending::of(offset, expected));
-        self.stream.write_all(&bytes)?;
-        Ok(cookie)
+        self.wire.try_send(request_of(command, self.wire.mode))
     }
 
     /// Waits for one complete answer to any pending request.
@@ -188,27 +135,10 @@ impl<S: Read + Write> Client<S> {
     /// # Errors
     /// Errors of the socket; `UnexpectedEof` when the server closed it.
     pub fn receive(&mut self) -> io::Result<(u64, Answer)> {
-        loop {
-            let magic = read_u32(&mut self.stream)?;
-            let done = match (magic, self.mode) {
-                (SIMPLE_REPLY_MAGIC, Mode::Simple | Mode::Structured) => self.simple_reply()?,
-                (CHUNK_MAGIC, Mode::Structured) => self.chunk()?,
-                (EXTENDED_CHUNK_MAGIC, Mode::Extended) => self.chunk()?,
-                (other, mode) => panic!("{other:#x} is not a reply in {mode:?}"),
-            };
-            if let Some(cookie) = done {
-                let pending = self.pending.remove(&cookie).expect("a pending request");
-                if let Some(error) = pending.error {
-                    return Ok((cookie, Err(error)));
-                }
-                assert_eq!(
-                    pending.covered,
-                    pending.data.len(),
-                    "a read answered in part and called done"
-                );
-                return Ok((cookie, Ok(pending.data)));
-            }
-        }
+        let (cookie, Outcome { error, data, chunks, .. }) = self.wire.try_outcome()?;
+        let holes = chunks.iter().filter(|(kind, ..)| *kind == OFFSET_HOLE);
+        self.hole_bytes += holes.map(|(_, _, bytes)| bytes).sum::<u64>();
+        Ok((cookie, if error == 0 { Ok(data) } else { Err(error) }))
     }
 
     /// Sends `command` with nothing else pending and waits for its answer.
@@ -224,7 +154,7 @@ impl<S: Read + Write> Client<S> {
 
     /// Registers `request`, which the caller sends over the stream itself, as pending.
     pub fn expect_answer_to(&mut self, request: &RawRequest) {
-        self.pending.insert(request.cookie, Pending::of(request.offset, 0));
+        self.wire.expect(request.cookie, request.request(self.wire.mode, &[]));
     }
 
     /// Sends `request` unchecked, followed by `payload`, with nothing else pending; waits for its
@@ -233,12 +163,10 @@ impl<S: Read + Write> Client<S> {
     /// # Errors
     /// As `call`.
     pub fn call_raw(&mut self, request: &RawRequest, payload: &[u8]) -> Answer {
-        self.expect_answer_to(request);
-        let bytes = self.bytes_of(request);
-        self.stream.write_all(&bytes).expect("a server that takes requests");
-        self.stream.write_all(payload).expect("a server that takes requests");
+        let request = request.request(self.wire.mode, payload);
+        let cookie = self.wire.send(request);
         let (answered, answer) = self.receive().expect("an answer");
-        assert_eq!(answered, request.cookie, "an answer to something else");
+        assert_eq!(answered, cookie, "an answer to something else");
         answer
     }
 
@@ -257,196 +185,19 @@ impl<S: Read + Write> Client<S> {
     pub fn write(&mut self, offset: u64, data: &[u8]) -> Answer {
         self.call(&Command::Write { offset, data: data.to_vec(), fua: false })
     }
-
-    fn bytes_of(&self, request: &RawRequest) -> Vec<u8> {
-        match self.mode {
-            Mode::Simple | Mode::Structured => request.bytes(),
-            Mode::Extended => request.extended_bytes(),
-        }
-    }
-
-    fn simple_reply(&mut self) -> io::Result<Option<u64>> {
-        let error = read_u32(&mut self.stream)?;
-        let cookie = read_u64(&mut self.stream)?;
-        let pending = self.pending.get_mut(&cookie).expect("an answer to a pending request");
-        if error == 0 {
-            self.stream.read_exact(&mut pending.data)?;
-            pending.covered = pending.data.len();
-        } else {
-            pending.error = Some(error);
-        }
-        Ok(Some(cookie))
-    }
-
-    fn chunk(&mut self) -> io::Result<Option<u64>> {
-        let flags = read_u16(&mut self.stream)?;
-        let kind = read_u16(&mut self.stream)?;
-        let cookie = read_u64(&mut self.stream)?;
-        let pending = self.pending.get_mut(&cookie).expect("an answer to a pending request");
-        let len = match self.mode {
-            Mode::Simple | Mode::Structured => u64::from(read_u32(&mut self.stream)?),
-            Mode::Extended => {
-                assert_eq!(read_u64(&mut self.stream)?, pending.offset, "the request's offset");
-                read_u64(&mut self.stream)?
-            }
-        };
-        let mut payload = vec![0; usize::try_from(len).expect("a chunk that fits memory")];
-        self.stream.read_exact(&mut payload)?;
-        match kind {
-            NONE => assert_eq!((len, flags & CHUNK_DONE), (0, CHUNK_DONE)),
-            OFFSET_DATA => pending.fill(&payload[..8], &payload[8..]),
-            OFFSET_HOLE => {
-                let zeros = u32::from_be_bytes(payload[8..12].try_into().expect("4 bytes"));
-                pending.fill(&payload[..8], &vec![0; zeros as usize]);
-                self.hole_bytes += u64::from(zeros);
-            }
-            error if error & CHUNK_ERROR_BIT != 0 => {
-                pending.error = Some(u32::from_be_bytes(payload[..4].try_into().expect("4 bytes")));
-            }
-            other => panic!("a chunk of type {other} was not asked for"),
-        }
-        Ok((flags & CHUNK_DONE != 0).then_some(cookie))
-    }
 }
 
-impl Pending {
-    /// A new request, to be answered with `expected` bytes.
-    fn of(offset: u64, expected: usize) -> Self {
-        Self { offset, data: vec![0; expected], covered: 0, error: None }
-    }
-
-    /// Copies one chunk's bytes to its offset.
-    fn fill(&mut self, offset: &[u8], bytes: &[u8]) {
-        let offset = u64::from_be_bytes(offset.try_into().expect("8 bytes"));
-        let start = usize::try_from(offset - self.offset).expect("a chunk inside the read");
-        self.data[start..start + bytes.len()].copy_from_slice(bytes);
-        self.covered += bytes.len();
-    }
-}
-
-/// Connects and exchanges the greeting: the next message is an option.
-///
-/// # Errors
-/// Errors of the socket.
-pub fn greet(socket: &Path) -> io::Result<UnixStream> {
-    let mut stream = UnixStream::connect(socket)?;
-    stream.set_read_timeout(Some(BOUND))?;
-    stream.set_write_timeout(Some(BOUND))?;
-    assert_eq!(read_u64(&mut stream)?, SERVER_MAGIC);
-    assert_eq!(read_u64(&mut stream)?, OPTION_MAGIC);
-    assert_eq!(read_u16(&mut stream)? & 1, 1, "fixed newstyle");
-    stream.write_all(&CLIENT_FLAGS.to_be_bytes())?;
-    Ok(stream)
-}
-
-/// An option with its data, encoded for the wire.
-pub fn option_bytes(option: u32, data: &[u8]) -> Vec<u8> {
-    let mut bytes = Vec::from(OPTION_MAGIC.to_be_bytes());
-    bytes.extend(option.to_be_bytes());
-    bytes.extend(u32::try_from(data.len()).expect("a short option").to_be_bytes());
-    bytes.extend(data);
-    bytes
-}
-
-/// Sends one option with its data.
-///
-/// # Errors
-/// Errors of the socket.
-pub fn send_option(stream: &mut impl Write, option: u32, data: &[u8]) -> io::Result<()> {
-    stream.write_all(&option_bytes(option, data))
-}
-
-/// The type and the data of one option reply.
-///
-/// # Errors
-/// Errors of the socket.
-pub fn read_option_reply(stream: &mut impl Read) -> io::Result<(u32, Vec<u8>)> {
-    assert_eq!(read_u64(stream)?, OPTION_REPLY_MAGIC);
-    let _option = read_u32(stream)?;
-    let kind = read_u32(stream)?;
-    let mut data = vec![0; read_u32(stream)? as usize];
-    stream.read_exact(&mut data)?;
-    Ok((kind, data))
-}
-
-/// True for the reply types that refuse an option.
-pub fn is_refusal(kind: u32) -> bool {
-    kind & REP_ERROR_BIT != 0
-}
-
-/// The data of an option that names an export and requests no further information.
-pub fn export_request(name: &str) -> Vec<u8> {
-    let mut data = Vec::from((name.len() as u32).to_be_bytes());
-    data.extend(name.as_bytes());
-    data.extend([0; 2]);
-    data
-}
-
-/// Enters the transmission phase with the default export; returns its size.
-///
-/// # Errors
-/// As `read_size`.
-pub fn go(stream: &mut (impl Read + Write)) -> io::Result<u64> {
-    send_option(stream, OPT_GO, &export_request(""))?;
-    read_size(stream)
-}
-
-/// The size of an export, from the replies to an option that names it.
-///
-/// # Errors
-/// Errors of the socket, or `Unsupported` with the option error.
-pub fn read_size(stream: &mut impl Read) -> io::Result<u64> {
-    let mut size = None;
-    loop {
-        let (kind, data) = read_option_reply(stream)?;
-        match kind {
-            REP_ACK => return Ok(size.expect("NBD_INFO_EXPORT before the acknowledgement")),
-            REP_INFO => {
-                let (head, rest) = data.split_at(2);
-                if head == INFO_EXPORT.to_be_bytes() {
-                    size = Some(u64::from_be_bytes(rest[..8].try_into().expect("8 bytes")));
-                }
-            }
-            error => {
-                return Err(io::Error::new(
-                    io::ErrorKind::Unsupported,
-                    format!("option error {error:#x}"),
-                ));
-            }
-        }
-    }
-}
-
-/// Type, flags, offset, length and payload.
-fn wire_form(command: &Command) -> (u16, u16, u64, u32, &[u8]) {
+fn request_of(command: &Command, mode: Mode) -> Request<'_> {
+    let flag = |is_set, flag| if is_set { flag } else { 0 };
     match command {
-        Command::Read { offset, len } => (READ, 0, *offset, *len, &[]),
+        Command::Read { offset, len } => Request::of(READ, *offset, (*len).into()),
         Command::Write { offset, data, fua } => {
-            let len = u32::try_from(data.len()).expect("a payload the protocol can express");
-            (WRITE, if *fua { FUA } else { 0 }, *offset, len, data)
+            Request::write(mode, *offset, data).with(flag(*fua, FUA))
         }
         Command::Zero { offset, len, keep } => {
-            (WRITE_ZEROES, if *keep { NO_HOLE } else { 0 }, *offset, *len, &[])
+            Request::of(WRITE_ZEROES, *offset, (*len).into()).with(flag(*keep, NO_HOLE))
         }
-        Command::Trim { offset, len } => (TRIM, 0, *offset, *len, &[]),
-        Command::Flush => (FLUSH, 0, 0, 0, &[]),
+        Command::Trim { offset, len } => Request::of(TRIM, *offset, (*len).into()),
+        Command::Flush => Request::of(FLUSH, 0, 0),
     }
-}
-
-fn read_u16(stream: &mut impl Read) -> io::Result<u16> {
-    let mut bytes = [0; 2];
-    stream.read_exact(&mut bytes)?;
-    Ok(u16::from_be_bytes(bytes))
-}
-
-fn read_u32(stream: &mut impl Read) -> io::Result<u32> {
-    let mut bytes = [0; 4];
-    stream.read_exact(&mut bytes)?;
-    Ok(u32::from_be_bytes(bytes))
-}
-
-fn read_u64(stream: &mut impl Read) -> io::Result<u64> {
-    let mut bytes = [0; 8];
-    stream.read_exact(&mut bytes)?;
-    Ok(u64::from_be_bytes(bytes))
 }

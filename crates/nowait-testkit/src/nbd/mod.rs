@@ -1,8 +1,15 @@
-//! An NBD client that checks servers. It has no code in common with any server or client of the
+//! NBD clients that check servers. They have no code in common with any server or client of the
 //! workspace.
 
 pub mod constants;
+mod handshake;
+mod wire_client;
 mod client;
 
 pub use client::*;
 pub use constants::*;
+pub use handshake::{
+    Mode, export_request, go, greet, is_refusal, option_bytes, read_option_reply, read_size,
+    send_option,
+};
+pub use wire_client::{Extents, Message, Outcome, Request, WireClient};

@@ -18,10 +18,7 @@ use std::thread;
 use std::time::Duration;
 
 use crate::common::{KIB, MIB, Scratch, Server};
-use nowait_testkit::nbd::{
-    Client, Mode, OPT_EXTENDED_HEADERS, OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY, REP_ACK,
-    REP_META_CONTEXT, go, greet, read_option_reply, send_option,
-};
+use nowait_testkit::nbd::{Client, Mode, WireClient, greet};
 use nowait_testkit::{Random, seed};
 
 use reader::Reader;
@@ -57,29 +54,12 @@ struct Terms {
 
 /// A connection of `mode` to the default export.
 fn connect(socket: &Path, mode: Mode, with_context: bool) -> (UnixStream, Terms) {
-    let mut stream = greet(socket).expect("a greeting");
-    let mut context = None;
-    let option = match mode {
-        Mode::Simple => None,
-        Mode::Structured => Some(OPT_STRUCTURED_REPLY),
-        Mode::Extended => Some(OPT_EXTENDED_HEADERS),
-    };
-    if let Some(option) = option {
-        send_option(&mut stream, option, &[]).expect("a socket");
-        assert_eq!(read_option_reply(&mut stream).expect("a reply").0, REP_ACK);
-    }
-    if with_context {
-        let query = b"base:allocation";
-        let head = [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, query.len() as u8];
-        let data = [&head[..], query].concat();
-        send_option(&mut stream, OPT_SET_META_CONTEXT, &data).expect("a socket");
-        let (kind, data) = read_option_reply(&mut stream).expect("a reply");
-        assert_eq!(kind, REP_META_CONTEXT);
-        context = Some(u32::from_be_bytes(data[..4].try_into().expect("4 bytes")));
-        assert_eq!(read_option_reply(&mut stream).expect("a reply").0, REP_ACK);
-    }
-    assert_eq!(go(&mut stream).expect("an export"), IMAGE_BYTES);
-    (stream, Terms { mode, context })
+    let queries = if with_context { &["base:allocation"][..] } else { &[] };
+    let client = WireClient::greeted(greet(socket).expect("a greeting"), mode);
+    let client = client.choose("", queries, &[]).expect("an export");
+    assert_eq!((client.size, client.contexts.len()), (IMAGE_BYTES, queries.len()));
+    let context = with_context.then(|| client.context());
+    (client.stream, Terms { mode, context })
 }
 
 /// Sends `bytes` in pieces, then shuts down the sending side.
