@@ -143,9 +143,6 @@ fn other_programs_read_a_backup_while_its_disk_is_written() {
 
 #[test]
 fn backups_are_begun_and_ended_by_http_and_what_cannot_be_is_refused_in_one_line() {
-    if !require_tool("curl") {
-        return;
-    }
     let mut random = Random::from_seed(seed());
     let (it, mut first, _second) = two_disks(&mut random);
     let path = "/v1/exports/@0/backup";
@@ -161,7 +158,7 @@ fn backups_are_begun_and_ended_by_http_and_what_cannot_be_is_refused_in_one_line
     let failed = it.json("GET", path, None, 200);
     assert_eq!(failed["failure"], "its scratch is full, 131072 bytes");
     assert!(it.server.log().contains("backup \"x\" has failed: its scratch is full"));
-    let metrics = it.curl("GET", "/metrics", None).1;
+    let metrics = it.ask("GET", "/metrics", None).1;
     assert!(metrics.contains("nowait_backup_failed{export=\"\"} 1\n"), "{metrics}");
     let why = it.refusal("POST", &format!("{path}/commit"), None, 409);
     assert!(why.contains("abort it"), "{why}");

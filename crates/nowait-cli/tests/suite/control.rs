@@ -1,4 +1,4 @@
-//! A running server is asked and changed at its control socket, by curl and by the commands.
+//! A running server is asked and changed at its control socket, by HTTP and by the commands.
 //!
 //! Invariant: what a request is refused leaves the server and its clients as they were.
 
@@ -14,6 +14,7 @@ use nowait_testkit::{Finished, PYTHON, require_tool, skip, tool, wait_until};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
+use crate::common::http_request;
 use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, text};
 
 /// A server of a raw image that takes more images from a directory, and its control socket.
@@ -43,22 +44,15 @@ impl Controlled {
         text(&image).to_owned()
     }
 
-    /// The status and the body of the answer to a request, by curl.
-    pub(crate) fn curl(&self, method: &str, path: &str, body: Option<Value>) -> (u16, String) {
-        let mut curl = tool("curl");
-        curl.args(["--silent", "--write-out", "\n%{http_code}", "--request", method]);
-        curl.arg("--unix-socket").arg(&self.socket).arg(format!("http://localhost{path}"));
-        if let Some(body) = body {
-            curl.args(["--data", &body.to_string()]);
-        }
-        let printed = curl.succeeds();
-        let (body, status) = printed.rsplit_once('\n').expect("a status after the body");
-        (status.parse().expect("a number"), body.to_owned())
+    /// The status and the body of the answer to a request.
+    pub(crate) fn ask(&self, method: &str, path: &str, body: Option<Value>) -> (u16, String) {
+        let body = body.map_or_else(String::new, |body| body.to_string());
+        http_request::ask(&self.socket, method, path, &body).expect("an answer")
     }
 
     /// The JSON of the answer to a request that is to succeed with `status`.
     pub(crate) fn json(&self, method: &str, path: &str, body: Option<Value>, status: u16) -> Value {
-        let (got, text) = self.curl(method, path, body);
+        let (got, text) = self.ask(method, path, body);
         assert_eq!(got, status, "{method} {path}: {text}");
         if text.is_empty() { Value::Null } else { serde_json::from_str(&text).expect("JSON") }
     }
@@ -91,11 +85,16 @@ fn every_path_answers() {
         return;
     }
     let it = Controlled::start();
-    assert_eq!(it.curl("GET", "/healthz", None), (200, "ok\n".into()));
-    assert_eq!(it.curl("GET", "/", None).0, 200);
-    let mut other = tool("curl");
-    other.args(["--silent", "--fail", "--unix-socket"]).arg(&it.socket);
-    other.arg("http://other.example/v1/server").fails();
+    assert_eq!(it.ask("GET", "/", None).0, 200);
+    let curl = |arguments: &[&str]| {
+        let mut curl = tool("curl");
+        curl.args(["--silent", "--fail", "--unix-socket"]).arg(&it.socket).args(arguments);
+        curl
+    };
+    assert_eq!(curl(&["http://localhost/healthz"]).succeeds(), "ok\n");
+    curl(&["http://other.example/v1/server"]).fails();
+    let change = ["--request", "PATCH", "--data", r#"{"weight": 100}"#];
+    curl(&change).arg("http://localhost/v1/exports/@0").succeeds();
     let server = it.json("GET", "/v1/server", None, 200);
     assert_eq!(server["pid"], it.server.pid());
     let (mut client, data) = (it.server.connect(), vec![7; 4096]);
@@ -145,9 +144,6 @@ fn every_path_answers() {
 
 #[test]
 fn what_is_refused_is_refused_in_one_line_and_changes_nothing() {
-    if !require_tool("curl") {
-        return;
-    }
     let it = Controlled::start();
     let inside = it.image("inside.img", "1M");
     let outside = it.scratch.join("disk.img");
@@ -191,9 +187,6 @@ fn what_is_refused_is_refused_in_one_line_and_changes_nothing() {
 
 #[test]
 fn an_export_in_use_is_removed_only_by_force_and_its_image_is_free_then() {
-    if !require_tool("curl") {
-        return;
-    }
     let it = Controlled::start();
     let image = it.image("more.qcow2", "4M");
     it.nowait(&["export", "add", "more", &image]).succeeds();
@@ -212,9 +205,6 @@ fn an_export_in_use_is_removed_only_by_force_and_its_image_is_free_then() {
 
 #[test]
 fn a_limit_holds_up_requests_until_it_is_lifted() {
-    if !require_tool("curl") {
-        return;
-    }
     let it = Controlled::start();
     it.nowait(&["export", "limit", "@0", "--limit-iops", "10"]).succeeds();
     let limits = &it.json("GET", "/v1/exports/@0", None, 200)["limits"];
@@ -258,9 +248,6 @@ fn a_server_with_limits_from_its_command_line_ends_although_clients_wait_for_tok
 
 #[test]
 fn the_metrics_are_what_prometheus_reads() {
-    if !require_tool("curl") {
-        return;
-    }
     let has_parser = Command::new(PYTHON).args(["-c", "import prometheus_client"]).output();
     if !has_parser.is_ok_and(|output| output.status.success()) {
         skip("no python3-prometheus-client");
@@ -274,7 +261,7 @@ fn the_metrics_are_what_prometheus_reads() {
     for number in 0..64 {
         client.write(number * 4096, &[1; 4096]).expect("a write");
     }
-    let (status, text) = it.curl("GET", "/metrics", None);
+    let (status, text) = it.ask("GET", "/metrics", None);
     assert_eq!(status, 200);
     let file = it.scratch.join("metrics");
     std::fs::write(&file, text).expect("a file");

@@ -3,15 +3,16 @@
 //!
 //! Invariant: what a request is refused leaves the server and its clients as they were.
 
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, Read};
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use nowait_testkit::nbd::{Client, Command, Mode};
-use nowait_testkit::{Finished, require_tool, wait_until};
+use nowait_testkit::{Finished, wait_until};
 use serde_json::{Value, json};
 
+use crate::common::http_request::ask;
 use crate::common::{MIB, Scratch, Server, accepted, text};
 use crate::control::Controlled;
 
@@ -22,9 +23,6 @@ const EPERM: u32 = 1;
 
 #[test]
 fn a_client_over_its_limit_waits_and_another_one_does_not() {
-    if !require_tool("curl") {
-        return;
-    }
     let it = Controlled::start();
     let hour = json!({"bandwidth": {"size": 1, "one_time_burst": 0, "refill_time": 3_600_000}});
     let change = json!({"connection_limits": hour});
@@ -46,9 +44,6 @@ fn a_client_over_its_limit_waits_and_another_one_does_not() {
 
 #[test]
 fn a_limit_that_is_not_named_stays_and_the_limits_are_shown_where_exports_are() {
-    if !require_tool("curl") {
-        return;
-    }
     let it = Controlled::start();
     let limit = |arguments: &[&str]| {
         let said = it.nowait(&[&["export", "limit", ""], arguments].concat()).succeeds();
@@ -72,9 +67,6 @@ fn a_limit_that_is_not_named_stays_and_the_limits_are_shown_where_exports_are() 
 
 #[test]
 fn the_weight_of_an_export_is_100_until_it_is_changed_and_stays_within_its_range() {
-    if !require_tool("curl") {
-        return;
-    }
     let it = Controlled::start();
     let weight = || it.json("GET", "/v1/exports/@0", None, 200)["weight"].clone();
     assert_eq!(weight(), 100);
@@ -108,9 +100,6 @@ fn limits_of_each_client_can_be_given_when_the_server_starts() {
 
 #[test]
 fn an_export_becomes_read_only_and_writable_while_it_is_used() {
-    if !require_tool("curl") {
-        return;
-    }
     let it = Controlled::start();
     let mut client = it.server.connect();
     client.write(0, &[1; 4096]).expect("a write");
@@ -119,7 +108,7 @@ fn an_export_becomes_read_only_and_writable_while_it_is_used() {
     assert_eq!(client.write(0, &[2; 4096]), Err(EPERM));
     assert_eq!(client.read(0, 4096).expect("bytes"), [1; 4096]);
     assert_eq!(it.server.connect().write(0, &[3; 4096]), Err(EPERM));
-    let (_, metrics) = it.curl("GET", "/metrics", None);
+    let (_, metrics) = it.ask("GET", "/metrics", None);
     let mut lines = metrics.lines().filter(|line| line.starts_with("nowait_export_errors_total"));
     let line = lines.next().expect("refused writes are errors");
     assert!(line.contains("errno=\"1\"") && line.ends_with(" 2"), "{metrics}");
@@ -136,9 +125,6 @@ fn an_export_becomes_read_only_and_writable_while_it_is_used() {
 
 #[test]
 fn an_added_export_is_a_disk_of_virtual_machines_at_the_socket_that_is_named() {
-    if !require_tool("curl") {
-        return;
-    }
     let it = Controlled::start();
     let (image, socket) = (it.image("more.img", "1M"), it.scratch.join("images/vm.sock"));
     let add = ["export", "add", "more", &image, "--vhost-user", text(&socket)];
@@ -177,9 +163,6 @@ fn an_added_export_is_a_disk_of_virtual_machines_at_the_socket_that_is_named() {
 
 #[test]
 fn sockets_elsewhere_and_what_are_none_are_refused_and_nothing_is_left_of_the_export() {
-    if !require_tool("curl") {
-        return;
-    }
     let it = Controlled::start();
     let image = it.image("more.img", "1M");
     let (inside, outside) = (it.scratch.join("images"), it.scratch.join("outside"));
@@ -217,7 +200,7 @@ fn sockets_elsewhere_and_what_are_none_are_refused_and_nothing_is_left_of_the_ex
     }
     // A NUL ends a path for the system.
     let body = json!({"name": "more", "path": image, "frontends": vhost(&at("a\0b"))});
-    let (status, why) = it.curl("POST", "/v1/exports", Some(body));
+    let (status, why) = it.ask("POST", "/v1/exports", Some(body));
     assert!((400..500).contains(&status), "{status}: {why}");
     assert_eq!(it.json("GET", "/v1/exports", None, 200).as_array().map(Vec::len), Some(1));
     let left: Vec<_> = std::fs::read_dir(&inside).expect("a directory").collect();
@@ -229,9 +212,6 @@ fn sockets_elsewhere_and_what_are_none_are_refused_and_nothing_is_left_of_the_ex
 
 #[test]
 fn a_change_with_a_wrong_field_changes_nothing() {
-    if !require_tool("curl") {
-        return;
-    }
     let it = Controlled::start();
     let before = it.json("GET", "/v1/exports/@0", None, 200);
     let deep = format!("{}1{}", "[".repeat(10_000), "]".repeat(10_000));
@@ -253,19 +233,10 @@ fn a_change_with_a_wrong_field_changes_nothing() {
         &format!(r#"{{"read_only": true, "connection_limits": {deep}}}"#),
     ];
     for body in bodies {
-        let mut stream = UnixStream::connect(&it.socket).expect("the control socket");
-        let len = body.len();
-        let head = format!(
-            "PATCH /v1/exports/@0 HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {len}\r\n\r\n"
-        );
-        stream
-            .write_all(head.as_bytes())
-            .and_then(|()| stream.write_all(body.as_bytes()))
-            .expect("it");
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).expect("an answer");
+        let path = "/v1/exports/@0";
+        let (status, answer) = ask(&it.socket, "PATCH", path, body).expect("an answer");
         let shown = &body[..body.len().min(100)];
-        assert!(answer.starts_with("HTTP/1.1 400"), "{shown}: {answer}");
+        assert_eq!(status, 400, "{shown}: {answer}");
     }
     assert_eq!(it.json("GET", "/v1/exports/@0", None, 200), before);
     it.server.connect().write(8 * MIB - 4096, &[1; 4096]).expect("a write");

@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use nowait_testkit::{require_tool, wait_until};
+use nowait_testkit::wait_until;
 use serde_json::{Value, json};
 
 use crate::control::Controlled;
@@ -44,9 +44,6 @@ impl Followed {
 
 #[test]
 fn what_others_do_is_told_to_who_follows_the_events() {
-    if !require_tool("curl") {
-        return;
-    }
     let it = Controlled::start();
     let mut events = Followed::at(&it.socket);
     let first = events.next("statistics", |_| true);
@@ -74,9 +71,6 @@ fn what_others_do_is_told_to_who_follows_the_events() {
 
 #[test]
 fn the_seventeenth_client_that_follows_is_refused_and_the_first_goes_on() {
-    if !require_tool("curl") {
-        return;
-    }
     let it = Controlled::start();
     let mut all: Vec<_> = (0..16).map(|_| Followed::at(&it.socket)).collect();
     for events in &mut all {
@@ -90,9 +84,6 @@ fn the_seventeenth_client_that_follows_is_refused_and_the_first_goes_on() {
 
 #[test]
 fn who_asks_later_is_told_what_was_done_before_and_which_requests_failed() {
-    if !require_tool("curl") {
-        return;
-    }
     let it = Controlled::start();
     let sum = |series: &Value, name: &str| -> f64 {
         let samples = series[name].as_array().expect("samples");

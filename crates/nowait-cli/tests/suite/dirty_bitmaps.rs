@@ -77,9 +77,6 @@ fn bitmaps_are_added_listed_cleared_merged_disabled_and_removed_by_commands() {
 
 #[test]
 fn bitmaps_are_changed_by_http_and_what_cannot_be_is_refused_in_one_line() {
-    if !require_tool("curl") {
-        return;
-    }
     let it = Controlled::start();
     let all = "/v1/exports/@0/bitmaps";
     let a = bitmap("a/ü", 512, true, 0);

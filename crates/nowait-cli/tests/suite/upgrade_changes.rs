@@ -2,8 +2,6 @@
 //!
 //! Invariant: a change that was answered with success is in force in the process that serves afterwards.
 
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -11,38 +9,20 @@ use std::time::Duration;
 use nowait_testkit::SetOnDrop;
 use serde_json::{Value, json};
 
+use crate::common::http_request::ask;
 use crate::common::{Scratch, accepted, text};
 use crate::upgrade::Upgraded;
 
-const BOUND: Duration = Duration::from_secs(60);
-
-/// The status and the body of the answer to a request at the control socket; `None` if there was none.
-fn ask(control: &Path, method: &str, path: &str, body: &Value) -> Option<(u16, Value)> {
-    let mut stream = UnixStream::connect(control).ok()?;
-    stream.set_read_timeout(Some(BOUND)).expect("a timeout");
-    let body = if body.is_null() { String::new() } else { body.to_string() };
-    let length = body.len();
-    let head = format!(
-        "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\
-         content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
-    );
-    stream.write_all(head.as_bytes()).ok()?;
-    let mut answer = Vec::new();
-    stream.read_to_end(&mut answer).ok()?;
-    let answer = String::from_utf8_lossy(&answer).into_owned();
-    let (head, body) = answer.split_once("\r\n\r\n")?;
-    let status = head.split(' ').nth(1)?.parse().ok()?;
-    Some((status, serde_json::from_str(body).unwrap_or_default()))
-}
-
 /// The status of the answer alone.
 fn status(control: &Path, method: &str, path: &str, body: &Value) -> Option<u16> {
-    ask(control, method, path, body).map(|(status, _)| status)
+    let body = if body.is_null() { String::new() } else { body.to_string() };
+    ask(control, method, path, &body).map(|(status, _)| status)
 }
 
 /// Asks for export `name`; `None` if there was no answer from a server that serves.
 fn look(control: &Path, name: &str) -> Option<(u16, Value)> {
-    ask(control, "GET", &format!("/v1/exports/{name}"), &Value::Null)
+    let (status, body) = ask(control, "GET", &format!("/v1/exports/{name}"), "")?;
+    Some((status, serde_json::from_str(&body).unwrap_or_default()))
 }
 
 #[test]

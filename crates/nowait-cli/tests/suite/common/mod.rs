@@ -4,6 +4,7 @@
 //! written.
 
 mod guest;
+pub(crate) mod http_request;
 pub(crate) mod load;
 pub(crate) mod status_client;
 mod server;
