@@ -4,7 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::described::described;
+use crate::described_structs::described;
 
 described! {
     /// A backup of an export that was neither committed nor aborted (`GET /v1/exports/NAME/backup`).

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::api::{BucketInfo, ErrnoInfo, LatencyInfo, LimitsInfo};
 use crate::backup_api::BackupInfo;
-use crate::described::described;
+use crate::described_structs::described;
 
 described! {
     /// A server (`GET /v1/server`).

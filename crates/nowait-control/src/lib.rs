@@ -9,7 +9,7 @@
 //! asks, and [`DISABLED`] says why.
 #![forbid(unsafe_code)]
 
-mod described;
+mod described_structs;
 mod backup_api;
 mod api;
 mod counted_api;

@@ -14,7 +14,7 @@ pub use crate::copy_loop::{Phase, Progress};
 use crate::endpoint::Endpoint;
 use crate::error::Error;
 use crate::first_bytes::first_bytes;
-use crate::increment::{self, Increment, IncrementTerms};
+use crate::increment_target::{self, Increment, IncrementTerms};
 use crate::lost_ranges::Lost;
 use crate::nbd::Connecting;
 use crate::open::{OverwriteOptions, Target, TargetFormat, TargetKind};
@@ -147,7 +147,7 @@ fn source(options: &Options, connecting: Connecting<'_>) -> Result<Box<dyn Endpo
 fn target(options: &Options, size: u64, connecting: Connecting<'_>) -> Result<Target, Error> {
     let format = options.format();
     match &options.increment {
-        Some(increment) => increment::target(
+        Some(increment) => increment_target::target(
             &options.to,
             &IncrementTerms {
                 target: &increment.target,

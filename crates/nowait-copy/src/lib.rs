@@ -25,12 +25,12 @@ mod first_bytes;
 mod transfer;
 mod verify;
 mod open;
-mod increment;
+mod increment_target;
 mod copy;
 
 pub use copy::{Options, Phase, Progress, REQUEST_BYTES, Report, copy};
 pub use error::Error;
-pub use increment::{Increment, IncrementTarget};
+pub use increment_target::{Increment, IncrementTarget};
 pub use lost_ranges::Lost;
 #[cfg(feature = "fuzz")]
 pub use nbd::fuzz;

@@ -9,7 +9,7 @@ pub mod random;
 pub mod process;
 pub mod requirements;
 pub mod scratch;
-pub mod documents;
+pub mod written_docs;
 pub mod file_systems;
 pub mod instructions;
 pub mod allocations;

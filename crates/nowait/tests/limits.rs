@@ -6,7 +6,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use nowait_testkit::documents::assert_file;
+use nowait_testkit::written_docs::assert_file;
 
 /// Sections of the document with the folders of their limits; a file is in the first that fits.
 const SECTIONS: [(&str, &[&str]); 9] = [

@@ -258,7 +258,7 @@ mod tests {
     use std::path::Path;
 
     use nowait_remote::{LinkCounts, MemoryCounts, StoreCounts};
-    use nowait_testkit::documents::{assert_file, assert_part};
+    use nowait_testkit::written_docs::{assert_file, assert_part};
 
     use super::*;
     use crate::api::ErrnoInfo;

@@ -17,8 +17,8 @@ use crate::formats::qcow2::lookup::read_table;
 use crate::formats::qcow2::stored_bits::{POSITION, StoredBits};
 use crate::image_file::ImageFile;
 use crate::injected_bug::{self, ImageBug};
+use crate::qcow2_disk::open_regions::Regions;
 use crate::qcow2_disk::refcount_allocator::ClusterRun;
-use crate::qcow2_disk::regions::Regions;
 use crate::qcow2_disk::writeback::MetadataWriteback;
 use crate::qcow2_disk::yielding_lock::lock_for_io;
 

@@ -14,7 +14,7 @@ use nowait_testkit::{Random, seed};
 use crate::image::bitmaps_of;
 use crate::offline::bitmap_changes::{self, NewBitmap};
 use crate::offline::create::{CreateOptions, create};
-use crate::qcow2_disk::regions::SMALL_SHIFT;
+use crate::qcow2_disk::open_regions::SMALL_SHIFT;
 use crate::qcow2_disk::{ServeOptions, open};
 use crate::{Chain, ChainOptions, Format};
 

@@ -28,20 +28,20 @@ macro_rules! described {
         }
 
         #[cfg(test)]
-        impl crate::described::openapi::Schema for $name {
-            fn schema() -> crate::described::openapi::Type {
-                crate::described::openapi::Type::reference($schema)
+        impl crate::described_structs::openapi::Schema for $name {
+            fn schema() -> crate::described_structs::openapi::Type {
+                crate::described_structs::openapi::Type::reference($schema)
             }
         }
 
         #[cfg(test)]
-        impl crate::described::openapi::Described for $name {
+        impl crate::described_structs::openapi::Described for $name {
             const NAME: &'static str = $schema;
 
-            fn properties() -> Vec<crate::described::openapi::Property> {
+            fn properties() -> Vec<crate::described_structs::openapi::Property> {
                 let mut properties = Vec::new();
                 $(
-                    <$ty as crate::described::openapi::Schema>::schema()
+                    <$ty as crate::described_structs::openapi::Schema>::schema()
                         .add_to(&mut properties, stringify!($field), $doc);
                 )*
                 properties
@@ -59,7 +59,7 @@ pub(crate) mod openapi {
 
     use nowait::internal::{CountValue, Counted};
     use nowait_remote::{LinkCounts, MemoryCounts, StoreCounts};
-    use nowait_testkit::documents::assert_part;
+    use nowait_testkit::written_docs::assert_part;
     use serde_json::{Value, json};
 
     use crate::api::{BucketInfo, ErrnoInfo, LatencyInfo, LimitsInfo};
