@@ -21,13 +21,14 @@ fn on(backing: &str) -> Names<'_> {
     Names { backing: Some((backing, "raw")), data: None }
 }
 
-/// Every command that opens the backing chain of `image`.
+/// Every command that opens the backing chain of `image`, the shortest first. What the library that all of them open images
+/// with refuses is tested there, name by name.
 fn commands<'a>(image: &'a str, copy: &'a str) -> [Vec<&'a str>; 8] {
     [
+        vec!["map", image],
         vec!["serve", image],
         vec!["serve", image, "--read-only"],
         vec!["copy", image, copy],
-        vec!["map", image],
         vec!["check", image],
         vec!["check", image, "--repair"],
         vec!["resize", image, "+1M"],
@@ -42,15 +43,15 @@ fn no_command_opens_a_hidden_backing_file_or_one_outside_the_images_directory() 
     let others =
         ["vm/.ssh/id_rsa", "vm/.bashrc", "other.img"].map(|name| home.random(name, 4096, 1));
     let copy = home.join("copy");
-    for (backing, why) in [
-        (".ssh/id_rsa", "--backing-dir"),
-        (text(&others[0]), "--backing-dir"),
-        ("../other.img", "--backing-dir"),
-        (".bashrc", "hidden"),
+    for (backing, why, count) in [
+        (".ssh/id_rsa", "--backing-dir", 8),
+        (text(&others[0]), "--backing-dir", 1),
+        ("../other.img", "--backing-dir", 1),
+        (".bashrc", "hidden", 1),
     ] {
         let top = image(&home, "vm/top.qcow2", on(backing));
-        for command in commands(&top, text(&copy)) {
-            refusal(&command).says(&["top.qcow2: its backing file", backing, why]);
+        for command in commands(&top, text(&copy)).iter().take(count) {
+            refusal(command).says(&["top.qcow2: its backing file", backing, why]);
         }
     }
     let above = home.path().canonicalize().expect("the directory");
@@ -91,10 +92,10 @@ fn no_command_opens_a_data_file_that_was_not_given() {
     let copy = shared.join("copy");
     let real = neighbour.canonicalize().expect("its path");
     let option = format!("(allow it with --data-file {})", text(&real));
-    for name in ["neighbour.img", "./neighbour.img", text(&neighbour)] {
+    for (name, count) in [("neighbour.img", 8), ("./neighbour.img", 1), (text(&neighbour), 1)] {
         let top = image(&shared, "top.qcow2", Names { backing: None, data: Some(name) });
-        for command in commands(&top, text(&copy)) {
-            refusal(&command).says(&["top.qcow2: its data is in another file", name, &option]);
+        for command in commands(&top, text(&copy)).iter().take(count) {
+            refusal(command).says(&["top.qcow2: its data is in another file", name, &option]);
             // --backing-dir permits reading backing files, not writing data files.
             let given = [&command[..], &["--backing-dir", text(shared.path())]].concat();
             refusal(&given).says(&["--data-file"]);
