@@ -36,16 +36,16 @@ pub enum ReplyHeader {
 /// A simple reply, or one chunk of a reply up to its payload of variable length.
 #[derive(Clone, Copy)]
 pub struct EncodedHeader {
-    bytes: [u8; Self::MAX_LEN],
+    bytes: [u8; Self::CAPACITY],
     len: u8,
 }
 
 impl EncodedHeader {
     /// Bytes of the longest header: a hole with an extended header.
-    const MAX_LEN: usize = 44;
+    const CAPACITY: usize = 44;
 
     /// No header, for bytes that are not a reply.
-    pub const EMPTY: Self = Self { bytes: [0; Self::MAX_LEN], len: 0 };
+    pub const EMPTY: Self = Self { bytes: [0; Self::CAPACITY], len: 0 };
 
     /// The bytes to send.
     #[inline]

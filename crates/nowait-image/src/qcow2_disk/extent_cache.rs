@@ -14,7 +14,8 @@ pub(crate) const WINDOW_GRANULES: u64 = 512;
 /// The most slots of the cache of extents of a qcow2 image, with 4 KiB each.
 /// Beyond it: other slots are used again.
 const MAX_SLOTS: u64 = 8192;
-/// A window's number has to fit half a stamp.
+/// The windows of the cache of extents, whose numbers fit half a stamp.
+/// Beyond it: the granules are twice as large.
 const MAX_WINDOWS: u64 = 1 << 31;
 const MIN_SHIFT: u32 = 9;
 

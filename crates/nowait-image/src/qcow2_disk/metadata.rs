@@ -30,9 +30,11 @@ pub(crate) struct Metadata {
     pub(crate) lookups: std::sync::atomic::AtomicU64,
 }
 
-/// Most blocks that a scan looks up ahead, and of them most that are too far from the missing one:
-/// each lookup costs time, too.
+/// The most blocks of L2 tables that a scan looks up ahead of the missing one: each lookup costs time, too.
+/// Beyond it: the read has those that were found.
 const MAX_AHEAD: usize = 4096;
+/// The most of them that are too far from the missing one.
+/// Beyond it: the read has those that were found.
 const MAX_FAR: usize = 16;
 
 fn is_copied(cluster: Cluster) -> bool {

@@ -19,8 +19,10 @@ const MAX_WORK: usize = 32 << 10;
 /// The work that a read of tables or a query to a file system counts for: some 100 µs at most.
 const READ_WORK: usize = 256;
 const SEEK_WORK: usize = 4;
-/// Fewest bytes of a file in one query to its file system, and most runs in its answer.
+/// The fewest bytes of a file in one query to its file system.
 const SEEK_BYTES: u64 = 16 << 20;
+/// The most runs of data and holes in the answer to such a query.
+/// Beyond it: another query asks for those behind them.
 const MAX_HOLES: usize = 512;
 
 /// Most lookups in a batch: as many holes, and the data between them, are in one answer of a file

@@ -17,7 +17,7 @@ use crate::reply_mode::ReplyMode;
 /// Beyond it: the connection is given up.
 const MAX_COLLECTED_BYTES: u64 = 16 << 20;
 /// The longest header of a reply in bytes: an extended one with offset and length of a hole.
-const MAX_HEAD_BYTES: usize = 44;
+const HEAD_BYTES: usize = 44;
 /// Bytes of the offset at the start of a data chunk.
 const DATA_OFFSET_BYTES: usize = 8;
 /// Bytes of the payload of a hole: offset and length.
@@ -76,7 +76,7 @@ enum State {
 pub struct ReplyParser {
     mode: ReplyMode,
     state: State,
-    head: [u8; MAX_HEAD_BYTES],
+    head: [u8; HEAD_BYTES],
     have: usize,
     collected: Vec<u8>,
 }
@@ -86,7 +86,7 @@ impl ReplyParser {
     #[must_use]
     pub fn new(mode: ReplyMode) -> Self {
         let state = State::Head(mode.reply_bytes());
-        Self { mode, state, head: [0; MAX_HEAD_BYTES], have: 0, collected: Vec::new() }
+        Self { mode, state, head: [0; HEAD_BYTES], have: 0, collected: Vec::new() }
     }
 
     /// The messages of the connection.

@@ -23,8 +23,8 @@ const RECEIVED_BYTES: usize = 256 << 10;
 /// The longest TLS record with its header, in bytes (RFC 8446, section 5.2).
 /// Beyond it: the connection is given up.
 const MAX_RECORD_BYTES: usize = 5 + (16 << 10) + 256;
-/// The longest content of a record, in bytes; shorter slices share records.
-const MAX_CONTENT_BYTES: usize = 16 << 10;
+/// The content of a full record, in bytes; shorter slices share records.
+const FULL_RECORD_BYTES: usize = 16 << 10;
 
 /// The state of a session after all possible progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,7 +130,7 @@ impl TlsSession {
         for slice in slices {
             let slice = slice.get(..slice.len().min(PLAINTEXT_BYTES - taken)).unwrap_or_default();
             taken += slice.len();
-            if slice.len() < MAX_CONTENT_BYTES {
+            if slice.len() < FULL_RECORD_BYTES {
                 self.collected.extend_from_slice(slice);
             } else {
                 self.encrypt_collected()?;

@@ -29,13 +29,19 @@ use crate::policy::{BLOCK_BYTES, PrefetchCursor, ReadAhead};
 
 /// The most blocks of one request: 4 MiB.
 const RUN_BLOCKS: u64 = 64;
-/// The most requests with the store simultaneously, and of these for what no read waits for.
+/// The most requests to an object store simultaneously, for one object.
 /// Beyond it: reads wait.
 const MAX_REQUESTS: usize = 16;
+/// The most of these for blocks that no read waits for.
+/// Beyond it: reading ahead waits.
 const MAX_AHEAD: usize = 4;
-/// The most reads and writes of the cache simultaneously, and the blocks of one read.
+/// The most reads of an object's cache file simultaneously.
+/// Beyond it: reads wait.
 const MAX_LOOKS: usize = 4;
+/// The most writes of an object's cache file simultaneously.
+/// Beyond it: no further request is sent to the store.
 const MAX_STORES: usize = 4;
+/// The most blocks of one read of the cache.
 const LOOK_BLOCKS: u64 = 16;
 /// The most bytes of reads that have begun, unless it is one read.
 /// Beyond it: reads wait.

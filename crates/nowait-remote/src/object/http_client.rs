@@ -41,7 +41,8 @@ const ERROR_BYTES: usize = 16 << 10;
 const CODE_BYTES: usize = 64;
 /// Maximum bytes of an answer with credentials, which is not a part of an object.
 const ANSWER_BYTES: usize = 1 << 20;
-/// The most digits of a number in a range: what follows is less than `i64::MAX`.
+/// The most digits of a number in a store's `Content-Range`: such a number is less than `i64::MAX`.
+/// Beyond it: the read fails with `EIO`.
 const MAX_DIGITS: usize = 18;
 /// The encoding of bytes that are as they are.
 const IDENTITY: &str = "identity";

@@ -12,8 +12,10 @@ use super::BLOCK_BYTES;
 /// The sequences of reads that are remembered; the oldest one goes first.
 /// Beyond it: the one that was used longest ago goes.
 const MAX_STREAMS: usize = 8;
-/// Bytes that a read may be ahead of the one before it: several are under way simultaneously.
-const MAX_GAP: u64 = 128 << 10;
+/// The most bytes between a read and the end of the sequence that it continues: several reads are under way
+/// simultaneously.
+/// Beyond it: the read begins a new sequence.
+const MAX_GAP_BYTES: u64 = 128 << 10;
 /// Bytes ahead for each byte that was read, at first and of a sequence that has read so many bytes.
 const GROWTH: u64 = 2;
 const LONG: u64 = 1 << 20;
@@ -47,7 +49,7 @@ impl ReadAhead {
     /// are read.
     pub fn after(&mut self, range: ByteRange, end: u64) -> Range<u64> {
         let next = range.end().div_ceil(BLOCK_BYTES);
-        let follows = |s: &Stream| (s.next..=s.next + MAX_GAP).contains(&range.pos);
+        let follows = |s: &Stream| (s.next..=s.next + MAX_GAP_BYTES).contains(&range.pos);
         let Some(at) = self.streams.iter().position(follows) else {
             if self.streams.len() == MAX_STREAMS {
                 self.streams.remove(0);

@@ -32,7 +32,8 @@ pub struct BitmapSpec {
 }
 
 impl BitmapSpec {
-    /// The most bitmaps of an export.
+    /// The most dirty bitmaps of an export.
+    /// Beyond it: a new one is refused.
     pub const MAX_OF_EXPORT: usize = MAX_BITMAPS;
 
     /// An enabled bitmap with granules of 64 KiB.

@@ -91,7 +91,8 @@ pub(crate) const FEATURE_NAMES: [&str; 21] = [
     "IO_DESC_SIZE",
 ];
 
-/// The most requests of a queue.
+/// The most requests of a queue of a ublk device: `UBLK_MAX_QUEUE_DEPTH` of the kernel.
+/// Beyond it: the kernel refuses the device; this server asks for less.
 const MAX_QUEUE_DEPTH: usize = 4096;
 /// Bytes between the descriptors of two queues in the character device.
 pub(crate) const QUEUE_STRIDE: u64 = (MAX_QUEUE_DEPTH * DESCRIPTOR_BYTES) as u64;

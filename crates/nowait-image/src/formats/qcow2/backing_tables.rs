@@ -18,9 +18,11 @@ use crate::image_file::ImageFile;
 /// Bytes of tables that are read together, aligned to that. A table that crosses the border of a
 /// block is cut between two entries.
 const BLOCK_BYTES: u64 = 4096;
-/// Most tables that a scan looks up ahead.
+/// The most tables that a scan of the allocation looks up ahead of the one it needs.
+/// Beyond it: the next read looks up further ones.
 const MAX_AHEAD: usize = 256;
-/// Blocks in the cache.
+/// The most blocks of tables of a backing image that are cached.
+/// Beyond it: the one that was read first goes.
 const MAX_BLOCKS: usize = 64;
 
 #[derive(Debug, Default)]

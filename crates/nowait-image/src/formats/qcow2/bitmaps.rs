@@ -15,10 +15,13 @@ pub(crate) const FLAG_IN_USE: u32 = 1 << 0;
 pub(crate) const FLAG_AUTO: u32 = 1 << 1;
 /// Tracks which parts of the disk were written to; the only known type.
 pub(crate) const TYPE_DIRTY_TRACKING: u8 = 1;
-/// Limits as in QEMU (block/qcow2-bitmap.c, `BME_MIN_GRANULARITY_BITS`, `BME_MAX_GRANULARITY_BITS`,
-/// `BME_MAX_NAME_SIZE`, `BME_MAX_PHYS_SIZE`).
+/// Limits as in QEMU (block/qcow2-bitmap.c, `BME_MIN_GRANULARITY_BITS`, `BME_MAX_GRANULARITY_BITS`).
 const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
+/// The most bytes of the name of a bitmap in a qcow2 image, as in QEMU (`BME_MAX_NAME_SIZE`).
+/// Beyond it: the bitmaps of the image count as damaged and are not used.
 const MAX_NAME_BYTES: u16 = 1023;
+/// The most bytes of the bits of a bitmap in a qcow2 image, as in QEMU (`BME_MAX_PHYS_SIZE`).
+/// Beyond it: `nowait bitmap add` refuses a new one; the bitmaps of an image that has one count as damaged.
 pub(crate) const MAX_BITMAP_BYTES: u64 = 0x2000_0000;
 
 /// One bitmap of an image.

@@ -20,21 +20,34 @@ const HEADER_BYTES: usize = 64 << 10;
 const V2_BYTES: usize = 72;
 pub(crate) const V3_BYTES: usize = 104;
 const MIN_CLUSTER_BITS: u32 = 9;
+/// The cluster size of a qcow2 image, as a power of two: 2 MiB.
+/// Beyond it: the image is refused as damaged.
 const MAX_CLUSTER_BITS: u32 = 21;
 /// A subcluster has at least a sector.
 pub(crate) const MIN_EXTENDED_CLUSTER_BITS: u32 = 14;
-/// The limit on an L1 table, as in QEMU (block/qcow2.h, `QCOW_MAX_L1_SIZE`): 32 MiB.
+/// The most bytes of an L1 table, as in QEMU (block/qcow2.h, `QCOW_MAX_L1_SIZE`).
+/// Beyond it: the image is refused as damaged; a disk that needs more is not created, nor resized to.
 pub(crate) const MAX_L1_BYTES: u64 = 32 << 20;
-/// The limit on a refcount table (block/qcow2.h, `QCOW_MAX_REFTABLE_SIZE`): 8 MiB.
+/// The most bytes of a refcount table (block/qcow2.h, `QCOW_MAX_REFTABLE_SIZE`); one cluster is always allowed.
+/// Beyond it: the image is refused as damaged; an allocation that would need more fails with `EFBIG`.
 pub(crate) const MAX_REFCOUNT_TABLE_BYTES: u64 = 8 << 20;
-/// All positions in an image are below this: entries have 56 bits for them.
+/// The position that all clusters of an image lie below: entries have 56 bits for it.
+/// Beyond it: the image is refused as damaged, an entry is `EIO`, and an allocation fails with `EFBIG`.
 pub(crate) const MAX_POS: u64 = 1 << 56;
-/// Limits on bitmaps and snapshots, as in QEMU (block/qcow2.h, `QCOW2_MAX_BITMAPS`,
-/// `QCOW2_MAX_BITMAP_DIRECTORY_SIZE`, `QCOW_MAX_SNAPSHOTS`).
+/// The most bitmaps of an image, as in QEMU (block/qcow2.h, `QCOW2_MAX_BITMAPS`).
+/// Beyond it: the image is refused as damaged.
 const MAX_BITMAPS: u32 = 65535;
+/// The most bytes of the list of bitmaps (block/qcow2.h, `QCOW2_MAX_BITMAP_DIRECTORY_SIZE`).
+/// Beyond it: the image is refused as damaged.
 const MAX_DIRECTORY_BYTES: u64 = 64 << 20;
+/// The most snapshots of an image (block/qcow2.h, `QCOW_MAX_SNAPSHOTS`).
+/// Beyond it: the image is refused as damaged.
 const MAX_SNAPSHOTS: u32 = 65536;
+/// The most bytes of the name of a backing file, also of a name in JSON.
+/// Beyond it: the image is refused as damaged; one with a longer name is not created.
 pub(crate) const MAX_NAME_BYTES: u32 = 1023;
+/// The width of a refcount, as a power of two: 64 bits.
+/// Beyond it: the image is refused as damaged.
 const MAX_REFCOUNT_ORDER: u32 = 6;
 
 /// Refcounts of 16 bits, as QEMU makes them and as version 2 always has them.
@@ -536,5 +549,41 @@ impl Header {
             return Ok(());
         };
         Err(refused.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_accepted_up_to_their_limits_and_refused_beyond() {
+        let check = |change: &dyn Fn(&mut Header)| {
+            let mut header = Header { l1_entries: 1, ..Header::empty(512, 16) };
+            (header.l1_pos, header.refcount_table_pos) = (1 << 30, 1 << 40);
+            header.refcount_table_clusters = 1;
+            change(&mut header);
+            header.check_numbers()
+        };
+        let changes: [(fn(&mut Header, u64), u64); 6] = [
+            (|it, n| it.cluster_bits = n as u32, u64::from(MAX_CLUSTER_BITS)),
+            (|it, n| it.refcount_order = n as u32, u64::from(MAX_REFCOUNT_ORDER)),
+            (|it, n| it.l1_entries = n as u32, MAX_L1_BYTES / 8),
+            (|it, n| it.refcount_table_clusters = n as u32, MAX_REFCOUNT_TABLE_BYTES >> 16),
+            (|it, n| it.snapshots = n as u32, u64::from(MAX_SNAPSHOTS)),
+            (|it, n| it.refcount_table_pos = n << 16, (MAX_POS >> 16) - 1),
+        ];
+        for (number, (change, most)) in changes.into_iter().enumerate() {
+            assert_eq!(check(&|header| change(header, most)), Ok(()), "{number}");
+            assert!(check(&|header| change(header, most + 1)).is_err(), "{number}");
+        }
+        let list = |bitmaps: u32, bytes: u64| {
+            let (count, len) = (u64::from(bitmaps) << 32, bytes);
+            let data = [count, len, 1 << 16].map(u64::to_be_bytes).concat();
+            Header::empty(512, 16).read_bitmaps(&data).is_ok()
+        };
+        assert!(list(MAX_BITMAPS, MAX_DIRECTORY_BYTES));
+        assert!(!list(MAX_BITMAPS + 1, MAX_DIRECTORY_BYTES));
+        assert!(!list(MAX_BITMAPS, MAX_DIRECTORY_BYTES + 1));
     }
 }

@@ -13,7 +13,8 @@ use crate::formats::qcow2::lookup::read_table;
 use crate::formats::qcow2::refcounts;
 use crate::image_file::ImageFile;
 
-/// Most refcount blocks that stay in memory after a write.
+/// The most refcount blocks that an offline tool keeps in memory after a write.
+/// Beyond it: all of them go, and are read again when they are needed.
 const MAX_CLEAN_BLOCKS: usize = 64;
 
 struct Block {

@@ -4,10 +4,10 @@
 
 /// Most bytes of the file that one read of a scan covers.
 pub(crate) const AHEAD_BYTES: u64 = 1 << 20;
-/// Largest distance in bytes of two needed blocks of such a read: reading what lies between them
-/// costs less than another read. In an image with clusters of 512 bytes that was filled in order,
-/// the data of 32 KiB lie between two L2 tables.
-const MAX_GAP: u64 = 64 << 10;
+/// The most bytes from one needed block of such a read to the next: reading these costs less than another
+/// read. In an image with clusters of 512 bytes that was filled in order, the data of 32 KiB lie between two L2 tables.
+/// Beyond it: another read fetches the next block.
+const MAX_GAP_BYTES: u64 = 64 << 10;
 
 /// The positions of `found` that one read is to cover, around `missing`. `found` is sorted and
 /// contains `missing`; blocks have `block` bytes.
@@ -15,7 +15,8 @@ pub(crate) fn near(found: &[u64], missing: u64, block: u64) -> Vec<u64> {
     let at = found.partition_point(|&pos| pos < missing);
     let (before, behind) = found.split_at(at);
     let is_near = |last: &mut u64, pos: u64, from: u64| {
-        let near = pos.abs_diff(*last) <= MAX_GAP && pos.abs_diff(from) + block <= AHEAD_BYTES;
+        let near =
+            pos.abs_diff(*last) <= MAX_GAP_BYTES && pos.abs_diff(from) + block <= AHEAD_BYTES;
         *last = pos;
         near.then_some(pos)
     };

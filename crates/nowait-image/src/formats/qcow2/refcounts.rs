@@ -9,7 +9,8 @@ use crate::formats::qcow2::header::Header;
 use crate::formats::qcow2::lookup::read_table;
 use crate::image_file::ImageFile;
 
-/// Most blocks in the cache, for lookups in any order.
+/// The most refcount blocks that a check keeps for lookups.
+/// Beyond it: the one that was read first goes.
 const MAX_CACHED_BLOCKS: usize = 16;
 
 /// The refcounts of an image.

@@ -11,7 +11,8 @@ use crate::error::{ImageError, plain};
 use crate::formats::qcow2::header::{Header, be32, be64};
 use crate::image_file::ImageFile;
 
-/// The limit on the table, as in QEMU (block/qcow2.h, `QCOW_MAX_SNAPSHOTS_SIZE`).
+/// The most bytes of a table of snapshots, as in QEMU (block/qcow2.h, `QCOW_MAX_SNAPSHOTS_SIZE`).
+/// Beyond it: its snapshots are not listed, read or changed: "cut off, or too long".
 const MAX_TABLE_BYTES: u64 = 64 << 20;
 const HEAD_BYTES: usize = 40;
 /// Bytes of the known part of the extra data: sizes of the VM state and the disk, and a count.

@@ -10,6 +10,8 @@ use crate::image_file::ImageFile;
 /// The first bytes of a sparse extent.
 pub(super) const MAGIC: [u8; 4] = *b"KDMV";
 const HEADER_BYTES: usize = 512;
+/// The newest version of a sparse VMDK image.
+/// Beyond it: the image is refused.
 const MAX_VERSION: u32 = 3;
 /// Sectors of a grain: a power of two, from 4 KiB to 4 MiB.
 const GRAIN_SECTORS: std::ops::RangeInclusive<u64> = 8..=8192;

@@ -16,7 +16,8 @@ use crate::nbd::wire::EncodedHeader;
 pub(crate) const MAX_IOVECS: usize = 256;
 /// The most iovecs of a send for a few replies, which is cheaper to prepare.
 const SMALL_IOVECS: usize = 36;
-/// The most chunks that one reply may have.
+/// The most chunks of one reply to a read.
+/// Beyond it: the last one has all of the rest as data.
 pub(crate) const MAX_CHUNKS: usize = 16;
 const _: () = assert!(2 + 2 * MAX_CHUNKS <= SMALL_IOVECS);
 

@@ -15,10 +15,14 @@ use crate::formats::qcow2::lookup::read_table;
 use crate::formats::qcow2::subclusters::check_bitmap;
 use crate::image_file::ImageFile;
 
-/// Limits on the bytes and entries that a list of snapshots or bitmaps makes the scan read
-/// (block/qcow2.h, `QCOW_MAX_SNAPSHOTS_SIZE`, `QCOW_MAX_L1_SIZE`, `BME_MAX_TABLE_SIZE`).
+/// The most bytes of a table of snapshots that a check reads (block/qcow2.h, `QCOW_MAX_SNAPSHOTS_SIZE`).
+/// Beyond it: the table counts as a corruption, and its other snapshots are not read.
 const MAX_SNAPSHOTS_BYTES: usize = 64 << 20;
+/// The most entries of a snapshot's L1 table that a check reads (block/qcow2.h, `QCOW_MAX_L1_SIZE`).
+/// Beyond it: the table counts as a corruption and is not read.
 const MAX_L1_ENTRIES: u32 = 4 << 20;
+/// The most entries of a bitmap's table that a check reads (block/qcow2-bitmap.c, `BME_MAX_TABLE_SIZE`).
+/// Beyond it: the table counts as a corruption, and this bitmap and the ones behind it are not read.
 const MAX_BITMAP_TABLE_ENTRIES: u32 = 0x800_0000 / 8;
 const SNAPSHOT_HEAD_BYTES: usize = 40;
 const BITMAP_POSITION: u64 = 0x00ff_ffff_ffff_fe00;

@@ -45,7 +45,8 @@ pub(crate) struct Findings {
     pub(crate) shared_blocks: BTreeSet<u64>,
 }
 
-/// Most findings that one round keeps for repair; the next round finds the rest.
+/// The most findings of a kind that one round of a repair keeps.
+/// Beyond it: the next round finds the rest; all are counted.
 pub(crate) const MAX_FINDINGS: usize = 1 << 20;
 
 /// Checks the image of `layer`, which is qcow2.

@@ -18,7 +18,8 @@ use crate::formats::qcow2::lookup::read_table;
 use crate::formats::qcow2::refcounts;
 use crate::image_file::ImageFile;
 
-/// Most rounds: each one finds what was beyond [`MAX_FINDINGS`] in the one before.
+/// The most rounds of a repair, each of which finds what was beyond [`MAX_FINDINGS`] in the one before.
+/// Beyond it: the report has what is left; the next repair goes on.
 const MAX_ROUNDS: usize = 64;
 
 /// Repairs the image of `layer`, which is qcow2 and was opened for writing and with
