@@ -276,12 +276,6 @@ impl<Q: IoQueue> LoopContext<Q> {
         self.engine.buffer(&member.served()?.device, range)
     }
 
-    /// Like [`DeviceHandle::buffer_offset`].
-    #[inline]
-    pub(crate) fn buffer_offset(&self, member: &Member, pos: u64) -> usize {
-        member.served().map_or(0, |served| served.device.buffer_offset(pos))
-    }
-
     /// Reports `token`, of [`TOKEN_BITS`] bits, whenever `fd` is ready.
     ///
     /// # Errors

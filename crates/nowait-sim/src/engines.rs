@@ -180,12 +180,9 @@ impl Engines {
             // the engines, and a dropped simulated queue accesses no memory.
             return Ok(unsafe { engine.submit_user_memory(io, &segments, tag) }.map_err(refused));
         }
-        let start = engine.buffer_offset(range.pos);
         let Some(mut buf) = engine.buffer(range) else { return Ok(Err(libc::EAGAIN)) };
-        if op == Op::Write
-            && let Some(bytes) = buf.get_mut(start..start + range.len as usize)
-        {
-            pattern::fill(bytes, range.pos, value);
+        if op == Op::Write {
+            pattern::fill(&mut buf, range.pos, value);
         }
         Ok(engine.submit(io, buf, tag).map_err(refused))
     }
@@ -236,8 +233,7 @@ impl Engines {
         match (op, &completion.buf, self.memory.get(slot)) {
             (Op::Status, ..) => oracle.status(flight, engine.take_extents(completion.tag)),
             (Op::Read, Some(buf), _) => {
-                let start = engine.buffer_offset(range.pos);
-                let bytes = buf.get(start..start + count as usize).unwrap_or_default();
+                let bytes = buf.get(..count as usize).unwrap_or_default();
                 oracle.found(range.pos, bytes, flight.began)
             }
             (Op::Read, None, Some(memory)) => {

@@ -58,9 +58,8 @@ impl Reader {
     fn complete(&mut self) -> Result<(), nowait::Error> {
         while let Some(completion) = self.engine.next() {
             let (len, range) = (completion.result()?, completion.io.range);
-            let start = self.disk.buffer_offset(range.pos);
             let Some(buffer) = completion.buf else { continue };
-            if let Some(bytes) = buffer.get(start..start + len as usize) {
+            if let Some(bytes) = buffer.get(..len as usize) {
                 self.sum = self.sum.wrapping_add(sum_of(range.pos, bytes));
             }
             self.done += range.len;

@@ -101,7 +101,7 @@ fn of_engine(kind: TestQueueKind, config: Config, shape: Shape) -> Option<u64> {
     let (_dir, path) = image();
     let disk = Arc::new(BlockDevice::open_mapped(&path, OpenOptions::default()).unwrap());
     let mut engine = kind.engine(&disk, 2, config)?;
-    let range = ByteRange::new(100, BLOCK);
+    let range = ByteRange::new(if shape == Shape::Unaligned { 100 } else { 0 }, BLOCK);
     let mut bufs: Vec<PooledBuffer> = (0..DEPTH).map(|_| engine.buffer(range).unwrap()).collect();
     let counted = counted(|count| run(&mut engine, shape, &mut bufs, count));
     let stats = engine.stats();

@@ -249,8 +249,7 @@ impl NbdFrontend {
         {
             let (all, block) = (&served.shared.bitmaps, served.export.smallest_block());
             let dirty = connection.session.dirty_extents(all, (request, completion.io), block);
-            let completed =
-                CompletedRequest { completion, start: 0, extents: &extents, dirty: &dirty };
+            let completed = CompletedRequest { completion, extents: &extents, dirty: &dirty };
             connection.session.reply(&served.export, request, completed);
         }
         context.schedule(member, &mut connection.member);
@@ -383,8 +382,7 @@ impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
             connection.on_fragment_done(context, split, &request, bytes, errno.unwrap_or(0));
         } else if connection.session.input != ReadState::Aborted {
             let Some(served) = &connection.member.served else { return };
-            let start = served.device.buffer_offset(request.header.offset);
-            let completed = CompletedRequest { completion, start, extents: &[], dirty: &[] };
+            let completed = CompletedRequest { completion, extents: &[], dirty: &[] };
             connection.session.reply(&served.export, &request, completed);
         }
         context.schedule(member, &mut connection.member);

@@ -55,7 +55,7 @@ impl Session {
             input.extend_from_slice(bytes.get(..count).unwrap_or_default());
         }
         if let Some(write) = &payload {
-            let received = write.buf.get(write.start..write.start + write.filled);
+            let received = write.buf.get(..write.filled);
             input.extend_from_slice(received.unwrap_or_default());
         }
         if !injected(ServerBug::LoseParkedInput) {

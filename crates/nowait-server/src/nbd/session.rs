@@ -50,8 +50,6 @@ pub(crate) struct IncomingWrite {
     pub(crate) request: RequestContext,
     pub(crate) io: Request,
     pub(crate) buf: PooledBuffer,
-    /// Offset of the payload in the buffer.
-    pub(crate) start: usize,
     /// Bytes received so far.
     pub(crate) filled: usize,
 }
@@ -68,8 +66,7 @@ impl IncomingWrite {
 
     /// The part of the buffer that is still to be filled.
     pub(crate) fn missing(&mut self) -> &mut [u8] {
-        let end = self.start + self.io.range.len as usize;
-        self.buf.get_mut(self.start + self.filled..end).unwrap_or_default()
+        self.buf.get_mut(self.filled..).unwrap_or_default()
     }
 }
 

@@ -129,8 +129,7 @@ impl Connection {
             return ParseProgress::Blocked;
         };
         if io.op == Op::Write {
-            let start = context.buffer_offset(&self.member, io.range.pos);
-            self.session.payload = Some(IncomingWrite { request, io, buf, start, filled: 0 });
+            self.session.payload = Some(IncomingWrite { request, io, buf, filled: 0 });
             return taken;
         }
         self.member.quantum.read(io.range.len);
@@ -162,8 +161,8 @@ impl Connection {
         io: Request,
     ) -> Option<PooledBuffer> {
         let buf = context.buffer(&self.member, io.range)?;
-        // The whole buffer, which alignment may make larger than the request.
-        request.budget_used = buf.len() as u32;
+        // All of its memory, which may be larger than the request.
+        request.budget_used = buf.capacity() as u32;
         context.budget.charge(&mut self.member.budget_used, u64::from(request.budget_used));
         Some(buf)
     }
@@ -184,8 +183,7 @@ impl Connection {
         let Some(buf) = self.take_buffer(context, &mut request, io) else {
             return ParseProgress::Blocked;
         };
-        let start = context.buffer_offset(&self.member, io.range.pos);
-        self.session.begin_fragment(IncomingWrite { request, io, buf, start, filled: 0 });
+        self.session.begin_fragment(IncomingWrite { request, io, buf, filled: 0 });
         ParseProgress::Bytes(0)
     }
 

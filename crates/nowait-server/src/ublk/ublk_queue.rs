@@ -215,7 +215,7 @@ impl UblkQueue {
             }
             return true;
         }
-        if is_cut || self.served.device.buffer_offset(io.range.pos) > 0 {
+        if is_cut {
             return self.submit_copied(context, tag, io);
         }
         if let RequestData::Registered { .. } = self.memory.data {
@@ -261,11 +261,9 @@ impl UblkQueue {
         io: Request,
     ) -> bool {
         let Some(mut buffer) = context.buffer(&self.member, io.range) else { return false };
-        let start = self.served.device.buffer_offset(io.range.pos);
-        let data = &mut buffer[start..start + io.range.len as usize];
         let copied = match io.op {
             Op::Write => {
-                self.memory.data.copy_in((self.descriptor.as_fd(), self.number), tag, data)
+                self.memory.data.copy_in((self.descriptor.as_fd(), self.number), tag, &mut buffer)
             }
             _ => Ok(()),
         };
@@ -283,7 +281,7 @@ impl UblkQueue {
 
     /// Handles the end of a request whose memory is registered, or whose data were to be copied.
     /// Returns its result, or `None` if it is to be tried again with a copy.
-    fn finish_data(&mut self, tag: u16, start: usize, completion: &Completion) -> Option<i32> {
+    fn finish_data(&mut self, tag: u16, completion: &Completion) -> Option<i32> {
         let len = completion.io.range.len;
         let result = result(completion);
         if completion.buf.is_none() && result.is_err() {
@@ -300,7 +298,7 @@ impl UblkQueue {
         let asked = self.requests.get(tag).map_or(len, |it| u64::from(it.sectors) << 9).max(len);
         let copied = match &completion.buf {
             Some(buffer) if result.is_ok() && completion.io.op == Op::Read => {
-                let data = &buffer[start..start + len as usize];
+                let data = &buffer[..len as usize];
                 let driver = (self.descriptor.as_fd(), self.number);
                 self.memory.data.copy_out(driver, tag, data, (asked - len) as usize)
             }
@@ -384,8 +382,7 @@ impl UblkQueue {
         let completed_op = completion.io.op;
         let has_data = matches!(completed_op, Op::Read | Op::Write);
         let answer = if has_data && self.memory.data.is_copied_here(tag) {
-            let start = self.served.device.buffer_offset(completion.io.range.pos);
-            self.finish_data(tag, start, &completion)
+            self.finish_data(tag, &completion)
         } else {
             // The driver expects the bytes of a transfer, which its longest request bounds.
             let bytes = if has_data { completion.io.range.len as i32 } else { 0 };

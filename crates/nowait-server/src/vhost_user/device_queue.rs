@@ -357,10 +357,7 @@ impl DeviceQueue {
                 let Some(mut buf) = context.buffer(&self.member, io.range) else {
                     return Ok(Begun::NoMemory);
                 };
-                let start = context.buffer_offset(&self.member, io.range.pos);
-                let data = buf.get_mut(start..).unwrap_or_default();
-                let data = data.get_mut(..io.range.len as usize).unwrap_or_default();
-                reader.copy_data(memory, data)?;
+                reader.copy_data(memory, &mut buf)?;
                 context.submit_buffer(self.member.served(), number, key, (io, buf))
             }
             Op::Read | Op::Write => {

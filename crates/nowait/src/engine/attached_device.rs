@@ -229,14 +229,6 @@ impl<M: BlockMap + ?Sized> DeviceHandle<M> {
     pub fn index(&self) -> u32 {
         self.0.index()
     }
-
-    /// Where the bytes of a request at `pos` begin in its buffer: `pos` modulo the block, so that
-    /// buffer and device are aligned alike.
-    #[inline]
-    #[must_use]
-    pub fn buffer_offset(&self, pos: u64) -> usize {
-        (pos & (u64::from(self.0.disk.alignment().offset) - 1)) as usize
-    }
 }
 
 impl<M: BlockMap + ?Sized> Clone for DeviceHandle<M> {

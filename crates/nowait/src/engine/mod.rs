@@ -167,8 +167,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         });
     }
 
-    /// A buffer for a request of `range` of `device`; its bytes begin at
-    /// [`DeviceHandle::buffer_offset`]. `None` when [`Config::buffer_bytes`] are in use, or `range` is
+    /// A buffer with the bytes of a request of `range` of `device`. `None` when [`Config::buffer_bytes`] are in use, or `range` is
     /// longer than memory could hold.
     #[inline]
     pub fn buffer(&mut self, device: &DeviceHandle<M>, range: ByteRange) -> Option<PooledBuffer> {
@@ -176,9 +175,12 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
             return None;
         }
         let block = device.disk().alignment().offset;
-        let room = device.buffer_offset(range.pos) as u64 + range.len;
+        // The buffer and the device are aligned alike, with room for all blocks around the range.
+        let offset = range.pos & (u64::from(block) - 1);
+        let room = alignment::round_up(offset + range.len, block);
         let queue = &mut self.queue;
-        self.buffers.get(alignment::round_up(room, block) as usize, |base, bytes| {
+        let place = (room as usize, offset as usize, range.len as u32);
+        self.buffers.get(place, |base, bytes| {
             // SAFETY: a chunk lives until the pool and every buffer are gone; the engine drops its
             // queue before its pool.
             unsafe { queue.register(base, bytes) }

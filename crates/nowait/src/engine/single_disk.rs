@@ -56,13 +56,6 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> SingleDisk<Q, M> {
         &self.device
     }
 
-    /// As [`DeviceHandle::buffer_offset`].
-    #[inline]
-    #[must_use]
-    pub fn buffer_offset(&self, pos: u64) -> usize {
-        self.device.buffer_offset(pos)
-    }
-
     /// As [`Engine::buffer`].
     #[inline]
     pub fn buffer(&mut self, range: ByteRange) -> Option<PooledBuffer> {

@@ -178,7 +178,7 @@ impl SplitRequests {
             }
             FragmentKind::Bounce { skip } => {
                 let len = alignment::round_up(u64::from(skip) + fragment.len, block);
-                let mut buf = self.bounce.get(len as usize, |_, _| None)?;
+                let mut buf = self.bounce.get((len as usize, 0, len as u32), |_, _| None)?;
                 if write {
                     let segments = requests.slot(parent).segments.as_slice();
                     // SAFETY: the memory was promised by the caller.

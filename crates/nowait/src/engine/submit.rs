@@ -20,14 +20,15 @@ use crate::types::iovec::{self, IoSegment};
 use crate::types::request::{Flags, Op, Request};
 
 impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
-    /// Submits a read or write of `buf`, which came from [`Engine::buffer`] for `io.range` of `device`.
+    /// Submits a read or write of the first bytes of `buf`, which came from [`Engine::buffer`]: best for `io.range` of
+    /// `device`, whose alignment it then has.
     ///
     /// The upper 32 bits of `tag` are the client's number: the workers serve the clients in turn,
     /// so that a client with many slow requests does not hold up the others. This applies to every
     /// way to submit.
     ///
     /// # Errors
-    /// [`Rejected`], with the buffer.
+    /// [`Rejected`], with the buffer; `EINVAL` also for a request that is longer than the buffer.
     #[inline(always)]
     pub fn submit(
         &mut self,
@@ -62,11 +63,8 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         buf: PooledBuffer,
         tag: u64,
     ) -> Result<(), Rejected> {
-        let start = device.buffer_offset(io.range.pos);
-        let base = buf.base().wrapping_add(start);
-        // The sum wraps only for a length that no simple request has.
-        let fits = io.range.len.wrapping_add(start as u64) <= buf.len() as u64;
-        let verdict = if fits {
+        let base = buf.base();
+        let verdict = if io.range.len <= buf.len() as u64 {
             self.dispatcher.simple(device.attached(), io, base)
         } else {
             Verdict::General
@@ -96,9 +94,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
                 Some(buf),
                 tag,
             ),
-            Verdict::General => {
-                self.submit_checked(device, (io.op, io.flags), io.range, start, buf, tag)
-            }
+            Verdict::General => self.submit_checked(device, (io.op, io.flags), io.range, buf, tag),
         }
     }
 
@@ -108,18 +104,16 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         device: &DeviceHandle<M>,
         (op, flags): (Op, Flags),
         range: ByteRange,
-        start: usize,
         buf: PooledBuffer,
         tag: u64,
     ) -> Result<(), Rejected> {
         let io = Request { op, flags, range };
-        let fits = buf.len().checked_sub(start).is_some_and(|room| room as u64 >= io.range.len);
+        let fits = io.range.len <= buf.len() as u64;
         if !fits || !matches!(io.op, Op::Read | Op::Write) {
             let error = Error::new(libc::EINVAL, Operation::Validate).at(io.range);
             return Err(Rejected { error, buf: Some(buf) });
         }
-        let segment =
-            IoSegment { base: buf.base().wrapping_add(start), len: io.range.len as usize };
+        let segment = IoSegment { base: buf.base(), len: io.range.len as usize };
         self.dispatcher.submit_general(
             &mut self.queue,
             device.attached(),

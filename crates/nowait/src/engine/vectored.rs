@@ -10,6 +10,7 @@
 use crate::block::block_map::{BlockMap, Extent, Intent};
 use crate::block::device::BlockDevice;
 use crate::engine::fragment::{Fragment, FragmentKind};
+use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
 use crate::types::iovec::IoSegment;
 use crate::types::request::{Op, Request};
@@ -89,7 +90,7 @@ fn plan_read<M: BlockMap + ?Sized>(
             }
             fragments.push(Fragment::of(extent, start, FragmentKind::Direct));
         } else if extent.len == range.len
-            && let Some(skip) = room_for(extent, block, segments, own())
+            && let Some(skip) = room_for(extent, disk.alignment(), segments, own())
         {
             fragments.push(Fragment::of(extent, start, FragmentKind::PaddedRead { skip }));
         } else {
@@ -101,19 +102,21 @@ fn plan_read<M: BlockMap + ?Sized>(
 }
 
 /// The bytes from the start of the first block to `extent`, which is all of a request, if `own` has
-/// room for all blocks around it. It may have none: the file position may differ from the device's
-/// modulo the block, and the buffer may come from an engine with smaller blocks.
+/// aligned room for all blocks around it. It may have none: the file position may differ from the device's
+/// modulo the block, and the buffer may come from an engine with smaller blocks, or for another range.
 fn room_for(
     extent: Extent,
-    block: u32,
+    align: Alignment,
     segments: &[IoSegment],
     own: Option<IoSegment>,
 ) -> Option<u32> {
     let (own, one) = (own?, segments.first()?);
+    let block = align.read_offset;
     let skip = extent.pos - alignment::round_down(extent.pos, block);
     let before = (one.base as u64).wrapping_sub(own.base as u64);
     let after = (own.len as u64).checked_sub(before)?;
-    (skip <= before && alignment::round_up(skip + extent.len, block) - skip <= after)
+    let is_aligned = (one.base as u64).wrapping_sub(skip) & (u64::from(align.memory) - 1) == 0;
+    (is_aligned && skip <= before && alignment::round_up(skip + extent.len, block) - skip <= after)
         .then_some(skip as u32)
 }
 

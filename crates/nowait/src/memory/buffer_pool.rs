@@ -1,7 +1,7 @@
 //! Aligned buffers for direct I/O that are reused without the allocator, and registered with the
 //! queue where that succeeds.
 //!
-//! Invariant: a part of an arena is either in one free list or owned by one `PooledBuffer`; an
+//! Invariant: a part of an arena is aligned to its size, and either in one free list or owned by one `PooledBuffer`; an
 //! arena lives until its pool and every `PooledBuffer` of the pool are gone. All memory was zeroed
 //! when it was allocated, so it may be read at any time.
 #![allow(unsafe_code)]
@@ -36,16 +36,17 @@ struct Allocation {
 }
 
 impl Allocation {
-    fn zeroed(bytes: usize) -> Option<Self> {
-        let layout = Layout::from_size_align(bytes.max(1), BUFFER_ALIGN).ok()?;
+    /// `None` when the allocator has no such memory. `align` is a power of two.
+    fn zeroed(bytes: usize, align: usize) -> Option<Self> {
+        let layout = Layout::from_size_align(bytes.max(1), align).ok()?;
         // SAFETY: the layout's size is not 0.
         let base = NonNull::new(unsafe { alloc_zeroed(layout) })?;
         Some(Self { base, layout })
     }
 
     fn free(&self) {
-        // SAFETY: `base` came from `alloc_zeroed` with this layout, and the callers (two `Drop`s)
-        // call this once.
+        // SAFETY: `base` came from `alloc_zeroed` with this layout, and the callers, which own the allocation, call
+        // this once.
         unsafe { dealloc(self.base.as_ptr(), self.layout) }
     }
 }
@@ -56,7 +57,7 @@ pub(crate) struct AlignedBox(Allocation);
 impl AlignedBox {
     /// `None` when the allocator has no such memory.
     pub(crate) fn zeroed(bytes: usize) -> Option<Self> {
-        Allocation::zeroed(bytes).map(Self)
+        Allocation::zeroed(bytes, BUFFER_ALIGN).map(Self)
     }
 }
 
@@ -121,7 +122,28 @@ impl Budget {
 struct BufferPoolInner {
     free: RefCell<[Vec<Free>; CLASSES]>,
     arenas: RefCell<Vec<Allocation>>,
+    /// The memory of buffers that have an allocation of their own.
+    large: RefCell<Vec<Allocation>>,
     budget: Budget,
+}
+
+impl BufferPoolInner {
+    /// Calls `found` with the allocations of large buffers and the place of the one that contains `base`.
+    #[cold]
+    fn with_large<T>(
+        &self,
+        base: NonNull<u8>,
+        found: impl FnOnce(&mut Vec<Allocation>, usize) -> T,
+    ) -> Option<T> {
+        let mut large = self.large.borrow_mut();
+        let holds = |it: &Allocation| {
+            let inside = base.addr().get().checked_sub(it.base.addr().get());
+            inside.is_some_and(|inside| inside < it.layout.size())
+        };
+        let at = large.iter().position(holds);
+        debug_assert!(at.is_some(), "a large buffer is in the list until it is dropped");
+        at.map(|at| found(&mut large, at))
+    }
 }
 
 impl Drop for BufferPoolInner {
@@ -139,35 +161,37 @@ pub(crate) struct BufferPool(Rc<BufferPoolInner>);
 impl BufferPool {
     /// A pool whose memory is taken from `budget`.
     pub(crate) fn new(budget: Budget) -> Self {
-        let (free, arenas) = (RefCell::default(), RefCell::default());
-        Self(Rc::new(BufferPoolInner { free, arenas, budget }))
+        let (free, arenas, large) = Default::default();
+        Self(Rc::new(BufferPoolInner { free, arenas, large, budget }))
     }
 
-    /// A buffer of at least `len` bytes, or `None` when the limit is reached or memory is short.
-    /// An arena keeps its class. If the arenas of other classes have used up the limit, the buffer
+    /// A buffer of `len` bytes, which begin at byte `offset` of memory of at least `room` bytes; or `None` when the
+    /// limit is reached or memory is short. `offset` and `len` fit in `room`. An arena keeps its class. If the arenas of other classes have used up the limit, the buffer
     /// gets an allocation of its own, up to twice the limit.
     /// `register` gets each new arena and returns its number in the queue, if it has one.
     #[inline]
     pub(crate) fn get(
         &self,
-        len: usize,
+        (room, offset, len): (usize, usize, u32),
         register: impl FnOnce(*mut u8, usize) -> Option<u16>,
     ) -> Option<PooledBuffer> {
-        if len > ARENA_BYTES {
-            return self.get_large(len);
+        debug_assert!(offset + len as usize <= room);
+        if room > ARENA_BYTES {
+            return self.get_large(room, offset, len);
         }
-        let class = class_of(len);
+        let class = class_of(room);
         let free = self.0.free.borrow_mut()[class].pop();
         let free = match free {
             Some(free) => free,
             None => match self.refill(class, register) {
                 Some(free) => free,
-                None => return self.get_large(len),
+                None => return self.get_large(room, offset, len),
             },
         };
         Some(PooledBuffer {
-            base: free.base,
-            len: (MIN_CLASS_BYTES << class) as u32,
+            // SAFETY: the memory has `room` bytes, and `offset` is not above it.
+            base: unsafe { free.base.add(offset) },
+            len,
             registered: free.registered,
             class: class as u8,
             pool: ManuallyDrop::new(self.0.clone()),
@@ -182,7 +206,7 @@ impl BufferPool {
     ) -> Option<Free> {
         let budget = &self.0.budget;
         let bytes = budget.take(ARENA_BYTES, budget.limit)?;
-        let Some(arena) = Allocation::zeroed(bytes) else {
+        let Some(arena) = Allocation::zeroed(bytes, ARENA_BYTES) else {
             budget.give_back(bytes);
             return None;
         };
@@ -199,18 +223,19 @@ impl BufferPool {
     }
 
     #[cold]
-    fn get_large(&self, len: usize) -> Option<PooledBuffer> {
-        let len = len.checked_next_multiple_of(BUFFER_ALIGN)?;
-        let short_len = u32::try_from(len).ok()?;
+    fn get_large(&self, room: usize, offset: usize, len: u32) -> Option<PooledBuffer> {
+        let room = room.max(1).checked_next_multiple_of(BUFFER_ALIGN)?;
         let budget = &self.0.budget;
-        budget.take(len, budget.limit.saturating_mul(2))?;
-        let Some(memory) = Allocation::zeroed(len) else {
-            budget.give_back(len);
+        budget.take(room, budget.limit.saturating_mul(2))?;
+        let Some(memory) = Allocation::zeroed(room, BUFFER_ALIGN) else {
+            budget.give_back(room);
             return None;
         };
-        let base = memory.base;
+        // SAFETY: the memory has `room` bytes, and `offset` is not above it.
+        let base = unsafe { memory.base.add(offset) };
+        self.0.large.borrow_mut().push(memory);
         let pool = ManuallyDrop::new(self.0.clone());
-        Some(PooledBuffer { base, pool, len: short_len, registered: UNREGISTERED, class: LARGE })
+        Some(PooledBuffer { base, pool, len, registered: UNREGISTERED, class: LARGE })
     }
 }
 
@@ -220,8 +245,12 @@ fn class_of(len: usize) -> usize {
     pages.next_power_of_two().trailing_zeros() as usize
 }
 
-/// Page-aligned memory for a request; returns to its pool when dropped.
+/// The bytes of one request, in memory of its engine: as many as the request has. The memory returns to its pool when the
+/// buffer is dropped.
+///
+/// A read that has ended with fewer bytes leaves the rest of the buffer as it was.
 pub struct PooledBuffer {
+    /// The first byte of the request.
     base: NonNull<u8>,
     pool: ManuallyDrop<Rc<BufferPoolInner>>,
     len: u32,
@@ -236,13 +265,31 @@ impl PooledBuffer {
         self.registered
     }
 
-    /// All of its memory.
+    /// Bytes of memory that the buffer takes: at least its length.
     #[inline]
-    pub(crate) fn segment(&self) -> IoSegment {
-        IoSegment { base: self.base(), len: self.len as usize }
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        match self.class {
+            LARGE => self.segment().len,
+            class => MIN_CLASS_BYTES << class,
+        }
     }
 
-    /// Its first byte.
+    /// All of its memory, with the room around its bytes.
+    pub(crate) fn segment(&self) -> IoSegment {
+        if self.class == LARGE {
+            let all = |memory: &Allocation| IoSegment {
+                base: memory.base.as_ptr(),
+                len: memory.layout.size(),
+            };
+            let found = self.pool.with_large(self.base, |large, at| large.get(at).map(all));
+            return found.flatten().unwrap_or(IoSegment { base: self.base(), len: self.len() });
+        }
+        let len = MIN_CLASS_BYTES << self.class;
+        IoSegment { base: part_of(self.base, len).as_ptr(), len }
+    }
+
+    /// The first byte of its request.
     #[inline]
     pub(crate) fn base(&self) -> *mut u8 {
         self.base.as_ptr()
@@ -272,67 +319,100 @@ impl Drop for PooledBuffer {
         // SAFETY: the field is not used again.
         let pool = unsafe { ManuallyDrop::take(&mut self.pool) };
         let free = Free { base: self.base, registered: self.registered };
-        give_back(pool, free, self.len, self.class);
+        give_back(pool, free, self.class);
     }
 }
 
 /// Arguments by value: a reference would force every buffer that might be dropped into memory, and
 /// make moving one cost a copy.
 #[inline(never)]
-fn give_back(pool: Rc<BufferPoolInner>, free: Free, len: u32, class: u8) {
+fn give_back(pool: Rc<BufferPoolInner>, Free { base, registered }: Free, class: u8) {
     if class != LARGE {
-        pool.free.borrow_mut()[usize::from(class)].push(free);
+        let base = part_of(base, MIN_CLASS_BYTES << class);
+        pool.free.borrow_mut()[usize::from(class)].push(Free { base, registered });
         return;
     }
-    pool.budget.give_back(len as usize);
-    if let Ok(layout) = Layout::from_size_align(len as usize, BUFFER_ALIGN) {
-        Allocation { base: free.base, layout }.free();
+    if let Some(memory) = pool.with_large(base, |large, at| large.swap_remove(at)) {
+        pool.budget.give_back(memory.layout.size());
+        memory.free();
     }
+}
+
+/// The first byte of the part of an arena, of `bytes` bytes, that contains `base`.
+#[inline]
+fn part_of(base: NonNull<u8>, bytes: usize) -> NonNull<u8> {
+    let inside = base.addr().get() & (bytes - 1);
+    // SAFETY: parts are aligned to their size, so that this byte belongs to the same one.
+    unsafe { base.sub(inside) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn whole(len: usize) -> (usize, usize, u32) {
+        (len, 0, len as u32)
+    }
+
+    #[test]
+    fn a_buffer_has_as_many_bytes_as_its_request_and_gives_all_of_its_memory_back() {
+        let pool = BufferPool::new(Budget::new(2 * ARENA_BYTES));
+        for (room, offset, len) in [(8192, 700, 5000), (3 * ARENA_BYTES, 65_535, 1 << 20)] {
+            let mut buf = pool.get((room, offset, len), |_, _| Some(7)).unwrap();
+            let IoSegment { base, len: capacity } = buf.segment();
+            assert_eq!((buf.len(), buf.capacity()), (len as usize, capacity));
+            assert!(capacity >= room && base as usize % BUFFER_ALIGN == 0);
+            assert_eq!(buf.base() as usize - base as usize, offset);
+            buf.fill(1);
+            drop(buf);
+            let again = pool.get((room, 0, len), |_, _| None).unwrap();
+            assert!(room > ARENA_BYTES || again.base() == base);
+        }
+        assert_eq!(pool.0.budget.used(), ARENA_BYTES, "the arena; what is large is freed");
+    }
+
     #[test]
     fn a_dropped_buffer_is_the_next_one_allocated() {
         let pool = BufferPool::new(Budget::new(ARENA_BYTES));
-        let first = pool.get(4096, |_, _| Some(7)).unwrap();
+        let first = pool.get(whole(4096), |_, _| Some(7)).unwrap();
         let base = first.base();
         assert_eq!(first.registered(), 7);
         drop(first);
-        assert_eq!(pool.get(1, |_, _| None).unwrap().base(), base);
+        assert_eq!(pool.get(whole(1), |_, _| None).unwrap().base(), base);
     }
 
     #[test]
     fn the_limit_holds_for_pooled_and_for_large_buffers() {
         let pool = BufferPool::new(Budget::new(ARENA_BYTES));
-        let _small = pool.get(4096, |_, _| None).unwrap();
-        let large = pool.get(ARENA_BYTES, |_, _| None).unwrap();
-        assert!(pool.get(8192, |_, _| None).is_none());
+        let _small = pool.get(whole(4096), |_, _| None).unwrap();
+        let large = pool.get(whole(ARENA_BYTES), |_, _| None).unwrap();
+        assert!(pool.get(whole(8192), |_, _| None).is_none());
         drop(large);
-        assert!(pool.get(8192, |_, _| None).is_some());
+        assert!(pool.get(whole(8192), |_, _| None).is_some());
     }
 
     #[test]
     fn a_buffer_outlives_its_pool() {
         let pool = BufferPool::new(Budget::new(ARENA_BYTES));
-        let mut buf = pool.get(5000, |_, _| None).unwrap();
+        let mut buf = pool.get(whole(5000), |_, _| None).unwrap();
         drop(pool);
         buf[4999] = 1;
-        assert_eq!((buf.len(), buf[4999], buf.base() as usize % BUFFER_ALIGN), (8192, 1, 0));
+        assert_eq!((buf.len(), buf[4999], buf.capacity()), (5000, 1, 8192));
+        assert_eq!(buf.base() as usize % BUFFER_ALIGN, 0);
     }
 
     #[test]
     fn pools_share_a_budget_and_a_dropped_pool_returns_its_part() {
         let budget = Budget::new(2 * ARENA_BYTES);
         let (one, other) = (BufferPool::new(budget.clone()), BufferPool::new(budget.clone()));
-        let held: Vec<_> = (0..2).map(|_| one.get(ARENA_BYTES, |_, _| None).unwrap()).collect();
-        let _large: Vec<_> = (0..2).map(|_| other.get(ARENA_BYTES, |_, _| None).unwrap()).collect();
-        assert!(other.get(4096, |_, _| None).is_none());
+        let held: Vec<_> =
+            (0..2).map(|_| one.get(whole(ARENA_BYTES), |_, _| None).unwrap()).collect();
+        let _large: Vec<_> =
+            (0..2).map(|_| other.get(whole(ARENA_BYTES), |_, _| None).unwrap()).collect();
+        assert!(other.get(whole(4096), |_, _| None).is_none());
         assert_eq!(budget.used(), 4 * ARENA_BYTES);
         drop((one, held));
         assert_eq!(budget.used(), 2 * ARENA_BYTES);
-        assert!(other.get(4096, |_, _| None).is_some());
+        assert!(other.get(whole(4096), |_, _| None).is_some());
     }
 }

@@ -219,10 +219,9 @@ fn c10_a_refused_request_has_had_no_effect() {
             let Err(Rejected { error, buf }) = rig.submit(write(pos, 3), &[1, 2, 3]) else {
                 panic!("{}: accepted", rig.case.label)
             };
-            let start = rig.engine.buffer_offset(pos);
             assert_eq!(error.errno(), errno, "{}", rig.case.label);
             let buf = buf.expect("the buffer");
-            assert_eq!(buf[start..start + 3], [1, 2, 3], "{}", rig.case.label);
+            assert_eq!(buf[..], [1, 2, 3], "{}", rig.case.label);
         }
         for io in [read(0, 1025), io(Op::Flush, Flags::NONE, 0, 0), read(0, 4 * MIB)] {
             let buf = rig.engine.buffer(ByteRange::new(0, 1)).expect("a buffer");

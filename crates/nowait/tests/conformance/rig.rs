@@ -256,8 +256,7 @@ impl Rig {
         self.next_tag += 1;
         let mut buf = self.engine.buffer(io.range).expect("a buffer");
         buf.fill(POISON);
-        let start = self.engine.buffer_offset(io.range.pos);
-        buf[start..start + bytes.len()].copy_from_slice(bytes);
+        buf[..bytes.len()].copy_from_slice(bytes);
         self.engine.submit(io, buf, self.next_tag).map(|()| self.next_tag)
     }
 
@@ -344,8 +343,7 @@ impl Api for Rig {
         self.submit(read(pos, len), &[]).map_err(|rejected| rejected.error.errno())?;
         let completion = self.only();
         let done = completion.result().map_err(|error| error.errno())? as usize;
-        let start = self.engine.buffer_offset(pos);
-        Ok(completion.buf.expect("a read gives its buffer back")[start..start + done].to_vec())
+        Ok(completion.buf.expect("a read gives its buffer back")[..done].to_vec())
     }
 
     fn write(&mut self, pos: u64, bytes: &[u8], flags: Flags) -> Result<u64, i32> {

@@ -103,10 +103,9 @@ impl Player {
             while let Some(completion) = self.engine.next() {
                 assert_eq!(completion.result().unwrap(), completion.io.range.len);
                 if completion.io.op == Op::Read {
-                    let start = self.engine.buffer_offset(completion.io.range.pos);
                     let buf = completion.buf.expect("a read gives its buffer back");
                     let expected = read(completion.tag);
-                    assert!(buf[start..start + BLOCK as usize] == expected, "{}", completion.tag);
+                    assert!(buf[..] == expected, "{}", completion.tag);
                 }
                 self.done.push(completion.tag);
             }

@@ -36,8 +36,6 @@ pub(crate) struct RequestContext {
 /// A request that the engine has completed.
 pub(crate) struct CompletedRequest<'a> {
     pub(crate) completion: Completion,
-    /// Offset of its bytes in the buffer.
-    pub(crate) start: usize,
     /// The extents of a status request.
     pub(crate) extents: &'a [ExtentStatus],
     /// Extents of each dirty bitmap that it asks for; `None` if there is no such bitmap any more.
@@ -116,7 +114,7 @@ pub(crate) fn build_reply(
     request: &RequestContext,
     completed: CompletedRequest<'_>,
 ) {
-    let CompletedRequest { completion, start, extents, dirty } = completed;
+    let CompletedRequest { completion, extents, dirty } = completed;
     let header = &request.header;
     if let Err(errno) = result(&completion) {
         return out.push(status_reply(mode, header, errno), ReplyBody::None, request.budget_used);
@@ -127,8 +125,7 @@ pub(crate) fn build_reply(
             injected_bug::corrupt(&mut buf);
             if range.len >= SPLIT_FROM_BYTES
                 && may_send_holes(mode, header)
-                && let Some(list) =
-                    split_at_holes(ReplyEncoder::to(mode, header), export, range, start)
+                && let Some(list) = split_at_holes(ReplyEncoder::to(mode, header), export, range)
             {
                 return push_chunks(out, buf, list, request.budget_used);
             }
@@ -140,7 +137,7 @@ pub(crate) fn build_reply(
                     range.len as u32,
                 ),
             };
-            let body = ReplyBody::Data { buf, start: start as u32, len: range.len as u32 };
+            let body = ReplyBody::Data { buf, len: range.len as u32 };
             out.push(head, body, request.budget_used);
         }
         (Op::Status, _) => match export.smallest_block() {
@@ -160,12 +157,7 @@ pub(crate) fn build_reply(
 ///
 /// It is correct to check after the read has completed: a range that is a hole now reads as zeros,
 /// and this read has not been answered.
-fn split_at_holes(
-    answer: ReplyEncoder,
-    export: &Export,
-    range: ByteRange,
-    start: usize,
-) -> Option<Vec<Chunk>> {
+fn split_at_holes(answer: ReplyEncoder, export: &Export, range: ByteRange) -> Option<Vec<Chunk>> {
     let first = export.disk().cached_extent(range);
     if !first.hole && first.len == range.len {
         return None;
@@ -181,7 +173,7 @@ fn split_at_holes(
     let mut done = 0;
     let chunks = runs.into_iter().map(|ExtentStatus { len, hole, .. }| {
         let pos = range.pos + done;
-        let start = start as u64 + done;
+        let start = done;
         done += len;
         let place = if done == range.len { ChunkPosition::Last } else { ChunkPosition::NotLast };
         match hole {

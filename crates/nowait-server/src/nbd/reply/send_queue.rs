@@ -25,8 +25,8 @@ const _: () = assert!(2 + 2 * MAX_CHUNKS <= SMALL_IOVECS);
 pub(crate) enum ReplyBody {
     /// Nothing.
     None,
-    /// `len` bytes of the buffer from `start` on.
-    Data { buf: PooledBuffer, start: u32, len: u32 },
+    /// The first `len` bytes of the buffer.
+    Data { buf: PooledBuffer, len: u32 },
     /// Bytes made for this reply.
     Bytes(Vec<u8>),
     /// Further chunks, which skip some of the buffer.
@@ -38,7 +38,7 @@ impl ReplyBody {
     #[inline]
     fn as_slice(&self) -> &[u8] {
         match self {
-            Self::Data { buf, start, len } => &buf[*start as usize..(*start + *len) as usize],
+            Self::Data { buf, len } => &buf[..*len as usize],
             Self::Bytes(bytes) => bytes,
             Self::None | Self::Chunks(_) => &[],
         }
