@@ -8,16 +8,20 @@ use std::time::Duration;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, ValueEnum, ValueHint};
-use nowait_bench::{Caching, ClientKind, ServerKind, Transport};
 use nowait_daemon::process::log;
 use nowait_daemon::size;
 use nowait_remote::Location;
+
+use crate::server::ServerKind;
+use crate::workload::{Caching, ClientKind, Transport};
 
 /// A shorter copy ends too soon to be timed.
 const COPIED_BYTES_MIN: u64 = 16 << 20;
 /// The shortest and the longest request to a device.
 const BLOCK_BYTES_MIN: u64 = 4 << 10;
 const BLOCK_BYTES_MAX: u64 = 1 << 20;
+/// The most bytes of all requests to a device that are in flight.
+const IN_FLIGHT_BYTES_MAX: u64 = 1 << 30;
 /// The default number of bytes to copy.
 const COPIED_BYTES: u64 = 512 << 20;
 
@@ -26,70 +30,73 @@ const COPIED_BYTES: u64 = 512 << 20;
 ///
 /// Each figure is the median of several short measurements, interleaved with those of what it is compared to, so
 /// that a machine that slows down slows down for all of them.
-#[derive(Debug, Parser)]
+#[derive(Clone, Debug, Parser)]
 #[command(name = "nowait-bench", bin_name = "nowait bench", version, after_help = AFTER_HELP)]
-pub(crate) struct BenchArgs {
+pub struct BenchArgs {
     /// What to measure
     #[arg(value_enum)]
-    pub(crate) what: What,
+    pub what: What,
 
     /// The file or block device to serve, at least 64M; without it a temporary one
     #[arg(long, value_name = "FILE", group = "place")]
-    pub(crate) file: Option<PathBuf>,
+    pub file: Option<PathBuf>,
 
     /// nowait: a local block device, as /dev/ublkb0, or an image behind a network, as rbd:POOL/IMAGE or
     /// nbd://HOST/EXPORT; several side by side, the first compared to the others. At least 64M, of which the first GiB is used
     #[arg(long, value_name = "DEVICE", group = "place", value_hint = ValueHint::FilePath)]
     #[arg(value_parser = OsStringValueParser::new().try_map(|text| Location::parse(&text)))]
-    pub(crate) device: Vec<Location>,
+    pub device: Vec<Location>,
 
     /// Write over FILE or DEVICE: what is in it is lost. Without this only reads are measured on it. A device that is
     /// mounted or claimed is refused, and so is an image of a Ceph cluster that another client has locked; what else has a
     /// loop device's file or an export open is not known
     #[arg(long, requires = "place")]
-    pub(crate) overwrite: bool,
+    pub overwrite: bool,
 
     /// nowait --device: measure on devices whose storage was given back, too: reads of holes, writes that allocate
     #[arg(long, requires = "overwrite")]
-    pub(crate) discard: bool,
+    pub discard: bool,
 
-    /// nowait --device: threads that make requests, 1 to 64; 12 without it
+    /// nowait --device: threads that make requests, 1 to 64
     #[arg(long, value_name = "N", requires = "device")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=64))]
-    jobs: Option<u16>,
+    #[arg(default_value_t = 12)]
+    pub jobs: u16,
 
-    /// nowait --device: requests of each thread in flight, 1 to 1024; 16 without it
+    /// nowait --device: requests of each thread in flight, 1 to 1024
     #[arg(long, value_name = "N", requires = "device")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=1024))]
-    depth: Option<u16>,
+    #[arg(default_value_t = 16)]
+    pub depth: u16,
 
-    /// nowait --device: bytes of a request, multiples of 4K up to 1M, with rows for each; 4K without it
+    /// nowait --device: bytes of a request, multiples of 4K up to 1M, with rows for each
     #[arg(long, value_name = "SIZE", value_delimiter = ',', value_parser = parse_block, requires = "device")]
-    block_size: Vec<u64>,
+    #[arg(default_value = "4K")]
+    pub block_size: Vec<u64>,
 
     /// copy: a directory on the file system to measure, with four times --size of room; without it $TMPDIR, or
     /// /var/tmp
     #[arg(long, value_name = "DIR")]
-    pub(crate) directory: Option<PathBuf>,
+    pub directory: Option<PathBuf>,
 
     /// copy: bytes of the full disk, 16M or more, 512M without it; the sparse one has twice as many
     #[arg(long, value_name = "SIZE", value_parser = parse_copied)]
-    size: Option<u64>,
+    pub size: Option<u64>,
 
     /// all but copy: seconds for each server, row and round; 1 without it
     #[arg(long, value_name = "N", value_parser = parse_seconds)]
-    seconds: Option<f64>,
+    pub seconds: Option<f64>,
 
     /// How often everything is measured
     #[arg(long, value_name = "N", default_value_t = 3)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=100))]
-    pub(crate) rounds: u32,
+    pub rounds: u32,
 
     /// peers: connections simultaneously, each with a row's depth; 1 without it. With vhost-user: queues; a table of one and a
     /// table of two without it
     #[arg(long, value_name = "N")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=64))]
-    connections: Option<u16>,
+    pub connections: Option<u16>,
 
     /// peers, images: only these servers: nowait, qemu-nbd, qemu-storage-daemon, nbdkit
     #[arg(
@@ -99,42 +106,42 @@ pub(crate) struct BenchArgs {
         value_enum,
         hide_possible_values = true
     )]
-    pub(crate) servers: Vec<ServerKind>,
+    pub servers: Vec<ServerKind>,
 
     /// all but copy: only rows whose title contains TEXT, as in "random read" or "depth 64"
     #[arg(long, value_name = "TEXT")]
-    pub(crate) only: Option<String>,
+    pub only: Option<String>,
 
     /// peers: only past the page cache (direct), or only through it (cached)
     #[arg(long, value_name = "HOW", value_enum)]
-    pub(crate) caching: Option<Caching>,
+    pub caching: Option<Caching>,
 
     /// peers: only with bytes as they are (plain), only by TLS 1.3 (tls), or, which are left out otherwise: instead of
     /// Unix sockets by TCP on the loopback interface (tcp), or as disks of a virtual machine (vhost-user), raw and qcow2
     #[arg(long, value_name = "HOW", value_enum)]
-    pub(crate) transport: Option<Transport>,
+    pub transport: Option<Transport>,
 
     /// peers: who makes the requests, own without it; fio as a check of the figures, without TLS and without a flood beside it
     #[arg(long, value_name = "WHO", value_enum)]
-    pub(crate) client: Option<ClientKind>,
+    pub client: Option<ClientKind>,
 
     /// vectored: latency of the made-up queue, as in 100us or 4ms; can be given more than once
     #[arg(long, value_name = "TIME", value_delimiter = ',', value_parser = parse_latency)]
-    pub(crate) latency: Vec<Duration>,
+    pub latency: Vec<Duration>,
 
     /// peers and the engine's tables: put the report into FILE as one HTML page, too
     #[arg(long, value_name = "FILE")]
-    pub(crate) html: Option<PathBuf>,
+    pub html: Option<PathBuf>,
 
     /// Print one JSON object, for scripts
     #[arg(long)]
-    pub(crate) json: bool,
+    pub json: bool,
 }
 
 impl BenchArgs {
     /// The command line of this process. The error is the exit status, where help was asked for and printed, or the
     /// command line is wrong and one line said so.
-    pub(crate) fn of_this_process() -> Result<Self, u8> {
+    pub fn of_this_process() -> Result<Self, u8> {
         let parsed = Self::try_parse().and_then(|args| match args.check() {
             Ok(()) => Ok(args),
             Err(why) => Err(Self::command().error(ErrorKind::ArgumentConflict, why)),
@@ -149,40 +156,36 @@ impl BenchArgs {
     }
 
     /// Bytes of the full disk that is copied.
-    pub(crate) fn size(&self) -> u64 {
+    pub fn size(&self) -> u64 {
         self.size.unwrap_or(COPIED_BYTES)
     }
 
     /// The time of each measurement.
-    pub(crate) fn duration(&self) -> Duration {
+    pub fn duration(&self) -> Duration {
         Duration::from_secs_f64(self.seconds.unwrap_or(1.0))
     }
 
     /// Connections to each of the peers simultaneously, or queues.
-    pub(crate) fn connections(&self) -> Option<usize> {
+    pub fn connections(&self) -> Option<usize> {
         self.connections.map(usize::from)
     }
 
-    /// Threads that make requests to a device.
-    pub(crate) fn jobs(&self) -> u16 {
-        self.jobs.unwrap_or(12)
+    /// The servers to measure, in the order of the command line.
+    pub fn servers(&self) -> Vec<ServerKind> {
+        if self.servers.is_empty() { ServerKind::ALL.to_vec() } else { self.servers.clone() }
     }
 
-    /// Requests of each of these in flight.
-    pub(crate) fn depth(&self) -> u16 {
-        self.depth.unwrap_or(16)
+    /// Latencies of the made-up queue.
+    pub fn latency(&self) -> Vec<Duration> {
+        let without = [Duration::from_micros(100), Duration::from_millis(4)];
+        if self.latency.is_empty() { without.to_vec() } else { self.latency.clone() }
     }
 
-    /// Bytes of the requests to a device.
-    pub(crate) fn block_bytes(&self) -> Vec<u64> {
-        if self.block_size.is_empty() { vec![BLOCK_BYTES_MIN] } else { self.block_size.clone() }
-    }
-
-    /// Checks that WHAT has the given options.
+    /// Checks that WHAT has the given options, and that they fit each other.
     ///
     /// # Errors
     /// A message for the user.
-    pub(crate) fn check(&self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), String> {
         use What::{All, Copy, Images, Isolation, Nowait, Peers, Vectored};
         let what = self.what;
         let is = |allowed: &[What]| allowed.contains(&what);
@@ -205,18 +208,30 @@ impl BenchArgs {
         ];
         match options.into_iter().find(|(is_given, has, ..)| *is_given && !has) {
             Some((_, _, option, of)) => {
-                let name = what.to_possible_value();
-                let name = name.as_ref().map_or("", |name| name.get_name());
+                let name = what.name();
                 Err(format!("bench {name} has no {option}: it is an option of {of}"))
             }
-            None => Ok(()),
+            None => self.check_together(),
+        }
+    }
+
+    fn check_together(&self) -> Result<(), String> {
+        let by_fio = self.client == Some(ClientKind::Fio);
+        if by_fio && self.transport == Some(Transport::VhostUser) {
+            return Err("fio does not speak vhost-user".to_owned());
+        }
+        let in_flight = u64::from(self.jobs) * u64::from(self.depth);
+        let fits = |bytes: &u64| in_flight * bytes <= IN_FLIGHT_BYTES_MAX;
+        match self.block_size.iter().all(fits) {
+            true => Ok(()),
+            false => Err("--jobs times --depth times --block-size is more than 1 GiB".to_owned()),
         }
     }
 }
 
 /// Everything that can be measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum What {
+pub enum What {
     /// NBD servers: nowait, qemu-nbd, qemu-storage-daemon and nbdkit, those that are installed
     Peers,
     /// Copies of disks: nowait copy, qemu-img convert and nbdcopy, those that are installed
@@ -250,6 +265,27 @@ pub(crate) enum What {
     Engines,
     /// All of the engine's tables: all but peers, copy, images and isolation
     All,
+}
+
+impl What {
+    /// The tables of the engine, in the order in which they are measured.
+    pub const TABLES: [Self; 9] = [
+        Self::Simple,
+        Self::Completion,
+        Self::Vectored,
+        Self::Pool,
+        Self::Merge,
+        Self::Nowait,
+        Self::Durable,
+        Self::Log,
+        Self::Engines,
+    ];
+
+    /// Its name on the command line and in JSON.
+    #[must_use]
+    pub fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    }
 }
 
 /// The mistake, in one line.
@@ -328,6 +364,11 @@ mod tests {
             ("nowait-bench isolation --html f", "all but copy, images and isolation"),
             ("nowait-bench simple --client fio", "an option of peers"),
             ("nowait-bench peers --latency 1ms", "vectored and all"),
+            ("nowait-bench peers --client fio --transport vhost-user", "does not speak vhost-user"),
+            (
+                "nowait-bench nowait --device /d --jobs 64 --depth 1024 --block-size 4K,1M",
+                "more than 1 GiB",
+            ),
         ] {
             let refused = check(line).unwrap_err();
             assert!(refused.contains(why), "{line}: {refused}");
@@ -342,6 +383,13 @@ mod tests {
             "nowait-bench x",
             "nowait-bench copy --size 1M",
             "nowait-bench copy --no",
+            "nowait-bench peers --connections 65",
+            "nowait-bench peers --rounds 0",
+            "nowait-bench peers --seconds 0",
+            "nowait-bench nowait --device /d --discard",
+            "nowait-bench nowait --device /d --jobs 0",
+            "nowait-bench nowait --device /d --depth 1025",
+            "nowait-bench nowait --device /d --block-size 512",
         ] {
             let line = one_line(&BenchArgs::try_parse_from(line.split(' ')).unwrap_err());
             assert!(

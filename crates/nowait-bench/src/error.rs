@@ -17,13 +17,8 @@ pub enum Error {
         /// What is wrong, and what to do.
         problem: String,
     },
-    /// An option has an invalid value.
-    Option {
-        /// The field of the options.
-        name: &'static str,
-        /// What it has to be.
-        problem: &'static str,
-    },
+    /// A program that was asked for is not installed.
+    NoProgram(&'static str),
     /// No row has the text of `--only` in its title.
     NoRow {
         /// The text.
@@ -41,15 +36,6 @@ pub enum Error {
 }
 
 impl Error {
-    /// An error unless the option `name` is `good`.
-    pub(crate) fn unless(
-        good: bool,
-        name: &'static str,
-        problem: &'static str,
-    ) -> Result<(), Error> {
-        if good { Ok(()) } else { Err(Error::Option { name, problem }) }
-    }
-
     pub(crate) fn system(doing: &'static str) -> impl FnOnce(io::Error) -> Error {
         move |source| Error::System { doing, source }
     }
@@ -59,7 +45,7 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Error::File { path, problem } => write!(f, "{}: {problem}", path.display()),
-            Error::Option { name, problem } => write!(f, "{name}: {problem}"),
+            Error::NoProgram(name) => write!(f, "{name} is not installed"),
             Error::NoRow { only } => write!(f, "--only {only}: no row has this in its title"),
             Error::NoServer => write!(
                 f,

@@ -3,21 +3,19 @@
 //! Invariant: at most one server runs at a time.
 
 use std::io::Write;
-use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
+use crate::Bench;
 use crate::error::Error;
 use crate::measurement::Runner;
 use crate::peers::only;
-use crate::report::{Entry, Machine, Report, Reporter, RunOptions};
+use crate::report::{Entry, Machine, Report, Reporter};
 use crate::samples::{Sample, cells, json as figures_json, titles};
 use crate::server::{Program, ServerKind, Servers};
 use crate::table::{aligned, ratio};
 use crate::test_images::{ImageKind, TestImages};
-use crate::workload::{
-    BackgroundLoad, Caching, ClientKind, Conditions, Direction, Transport, Workload,
-};
+use crate::workload::{BackgroundLoad, Caching, Conditions, Direction, Transport, Workload};
 
 /// All measurements use direct I/O: the page cache would hide the format.
 const TERMS: Conditions = Conditions { caching: Caching::Direct, transport: Transport::Plain };
@@ -53,26 +51,6 @@ impl ImageCase {
     }
 }
 
-/// The options of the benchmark of image formats. The default is all servers and tables.
-#[derive(Clone, Debug)]
-pub struct ImagesOptions {
-    /// The options of every measurement.
-    pub run: RunOptions,
-    /// The nowait program; `None` measures the others alone.
-    pub nowait: Option<PathBuf>,
-    /// The servers to measure, if installed; nbdkit does not support qcow2 and is left out.
-    pub servers: Vec<ServerKind>,
-    /// Only workloads whose title contains this.
-    pub only: Option<String>,
-}
-
-impl Default for ImagesOptions {
-    fn default() -> ImagesOptions {
-        let servers = ServerKind::ALL.to_vec();
-        ImagesOptions { run: RunOptions::default(), nowait: None, servers, only: None }
-    }
-}
-
 /// A server on an image.
 type Subject = (Program, ImageKind);
 type Row = Entry<Subject, Sample>;
@@ -82,32 +60,25 @@ fn name((program, image): &Subject) -> String {
     format!("{}, {}", program.kind.name(), image.name())
 }
 
-/// Makes the images, measures, writes the result to `out` and returns it.
-///
-/// A subject that fails is left out of its table and named in the report.
-///
-/// # Errors
-/// [`Error::Option`] and [`Error::NoRow`] before anything is started, [`Error::NoServer`] if
-/// nothing can be, [`Error::System`] if the images cannot be made or `out` not be written.
-pub fn run_images(options: &ImagesOptions, out: &mut dyn Write) -> Result<Report, Error> {
+/// Makes the images and measures; nbdkit does not support qcow2 and is left out.
+pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
+    let args = &bench.args;
     let title = |case: &ImageCase| case.workload.to_string();
-    let cases = only(options.only.as_deref(), ImageCase::standard(), title)?;
-    let mut reporter = Reporter::begin(&options.run, out)?;
-    let mut kinds = options.servers.clone();
+    let cases = only(args.only.as_deref(), ImageCase::standard(), title)?;
+    let mut reporter = Reporter::begin(bench, out)?;
+    let mut kinds = args.servers();
     kinds.retain(|kind| *kind != ServerKind::Nbdkit);
-    let servers = Servers::find(&kinds, options.nowait.as_deref())?;
+    let servers = Servers::find(&kinds, bench.nowait.as_deref())?;
     let test_images = TestImages::make()?;
-    let runner = Runner::new(&options.run, ClientKind::Own)?;
+    let runner = Runner::new(bench)?;
     let machine = Machine::this()?;
     let entries = cases.iter().map(|case| subjects(case, &servers).len()).sum();
     let heading = format!(
-        "Linux {}, {}; {}\n{}: 128 MiB of data\ndirect I/O; {} rounds of {} s for each, in turns\n{}",
-        machine.kernel,
-        machine.processor,
+        "{}; {}\n{}: 128 MiB of data\ndirect I/O; {}\n{}",
+        machine.line(),
         runner.placement,
         test_images.directory().display(),
-        options.run.rounds,
-        options.run.duration.as_secs_f64(),
+        bench.rounds(""),
         servers.lines()
     );
     reporter.heading(heading, entries)?;
@@ -144,7 +115,7 @@ pub fn run_images(options: &ImagesOptions, out: &mut dyn Write) -> Result<Report
     ending.extend(reporter.failure_lines().iter().map(|line| format!("\n{line}\n")));
     let mut head = servers.to_json(&machine, runner.placement);
     head["directory"] = test_images.directory().to_string_lossy().into();
-    head["seconds"] = options.run.duration.as_secs_f64().into();
+    head["seconds"] = args.duration().as_secs_f64().into();
     let price =
         |(of, price): &(&Subject, f64)| json!({ "subject": subject_json(of), "p99_ratio": price });
     head["beside_to_alone"] = prices.iter().map(price).collect();

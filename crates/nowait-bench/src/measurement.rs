@@ -11,6 +11,7 @@ use nowait_nbd::Address;
 use rustix::time::ClockId;
 use tempfile::TempDir;
 
+use crate::Bench;
 use crate::address;
 use crate::cancel::CancelFlag;
 use crate::certificates::Certificates;
@@ -19,7 +20,6 @@ use crate::cpus::Placement;
 use crate::error::Error;
 use crate::fio;
 use crate::process_stats::{CpuTime, clock_ns, resident_bytes};
-use crate::report::RunOptions;
 use crate::samples::Sample;
 use crate::server::{Program, Server};
 use crate::test_file::Target;
@@ -44,11 +44,12 @@ pub(crate) struct Runner<'a> {
 }
 
 impl<'a> Runner<'a> {
-    pub(crate) fn new(run: &'a RunOptions, client: ClientKind) -> Result<Self, Error> {
+    pub(crate) fn new(bench: &'a Bench) -> Result<Self, Error> {
         let scratch = TempDir::with_prefix("nowait-bench-")
             .map_err(Error::system("making a directory for sockets"))?;
         let certificates = Certificates::make().map_err(Error::system("making certificates"))?;
-        let (duration, stop) = (run.duration, &run.stop);
+        let (duration, stop) = (bench.args.duration(), &bench.stop);
+        let client = bench.args.client.unwrap_or(ClientKind::Own);
         let placement = Placement::choose()?;
         Ok(Self { placement, certificates, scratch, client, duration, stop })
     }

@@ -5,18 +5,20 @@
 
 use std::fmt;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use nowait_nbd::Address;
 use serde_json::{Value, json};
 
+use crate::Bench;
 use crate::address;
+use crate::args::BenchArgs;
 use crate::certificates::SUITE;
 use crate::error::Error;
 use crate::fio;
 use crate::measurement::Runner;
 use crate::page::escaped;
-use crate::report::{Entry, Machine, Report, Reporter, RunOptions};
+use crate::report::{Entry, Machine, Report, Reporter};
 use crate::samples::{Sample, cells, json as figures_json, titles};
 use crate::server::{Program, ServerFiles, ServerKind, Servers};
 use crate::table::{aligned, html_cells, ratio};
@@ -32,84 +34,41 @@ const CLIENT_BUSY_LIMIT: f64 = 0.9;
 /// The numbers of queues of a virtual machine that are measured.
 const QUEUES: [usize; 2] = [1, 2];
 
-/// The options of a comparison of servers. The default is all NBD servers and workloads, without
-/// TCP, on a temporary file.
-#[derive(Clone, Debug)]
-pub struct PeersOptions {
-    /// The options of every measurement.
-    pub run: RunOptions,
-    /// The nowait program; `None` measures the others alone.
-    pub nowait: Option<PathBuf>,
-    /// The servers to measure, if installed.
-    pub servers: Vec<ServerKind>,
-    /// The file or block device to serve, at least 64 MiB; `None` creates a file of 256 MiB in
-    /// `$TMPDIR`, or in /var/tmp, and removes it afterwards.
-    pub file: Option<PathBuf>,
-    /// The client that makes the requests. fio makes no requests over TLS or beside others here.
-    pub client: ClientKind,
-    /// Concurrent connections, or queues of vhost-user, 1 to 64, each with the depth of the workload;
-    /// `None` is one connection, and with vhost-user a table of one queue and one of two.
-    pub connections: Option<usize>,
-    /// Only workloads whose title contains this.
-    pub only: Option<String>,
-    /// Only tables with this caching.
-    pub caching: Option<Caching>,
-    /// Only tables with this transport; `None` is all but TCP and vhost-user. Without a file
-    /// vhost-user is also measured on a qcow2 image, if qemu-img is installed.
-    pub transport: Option<Transport>,
-}
-
-impl Default for PeersOptions {
-    fn default() -> PeersOptions {
-        PeersOptions {
-            run: RunOptions::default(),
-            nowait: None,
-            servers: ServerKind::ALL.to_vec(),
-            file: None,
-            client: ClientKind::Own,
-            connections: None,
-            only: None,
-            caching: None,
-            transport: None,
+/// The tables, on images of `formats`. There are none over TCP and vhost-user unless they are asked for; fio makes no
+/// requests over TLS or beside others here.
+fn tables(args: &BenchArgs, formats: &[Format]) -> Vec<TableTerms> {
+    let by_fio = args.client == Some(ClientKind::Fio);
+    let is_chosen = |terms: &Conditions| {
+        let transport = match args.transport {
+            Some(transport) => terms.transport == transport,
+            None => !matches!(terms.transport, Transport::Tcp | Transport::VhostUser),
+        };
+        let by_fio = by_fio && terms.transport == Transport::Tls;
+        transport && !by_fio && args.caching.is_none_or(|caching| terms.caching == caching)
+    };
+    let mut tables = Vec::new();
+    for terms in Conditions::ALL.into_iter().filter(is_chosen) {
+        let of_nbd = &[args.connections().unwrap_or(1)][..];
+        let connections = match (terms.transport, args.connections) {
+            (Transport::VhostUser, None) => &QUEUES,
+            _ => of_nbd,
+        };
+        for &format in formats {
+            let table = |&connections: &usize| TableTerms { terms, connections, format };
+            tables.extend(connections.iter().map(table));
         }
     }
+    tables
 }
 
-impl PeersOptions {
-    /// The tables, on images of `formats`.
-    fn tables(&self, formats: &[Format]) -> Vec<TableTerms> {
-        let is_chosen = |terms: &Conditions| {
-            let transport = match self.transport {
-                Some(transport) => terms.transport == transport,
-                None => !matches!(terms.transport, Transport::Tcp | Transport::VhostUser),
-            };
-            let by_fio = self.client == ClientKind::Fio && terms.transport == Transport::Tls;
-            transport && !by_fio && self.caching.is_none_or(|caching| terms.caching == caching)
-        };
-        let mut tables = Vec::new();
-        for terms in Conditions::ALL.into_iter().filter(is_chosen) {
-            let of_nbd = &[self.connections.unwrap_or(1)][..];
-            let connections = match (terms.transport, self.connections) {
-                (Transport::VhostUser, None) => &QUEUES,
-                _ => of_nbd,
-            };
-            for &format in formats {
-                let table = |&connections: &usize| TableTerms { terms, connections, format };
-                tables.extend(connections.iter().map(table));
-            }
-        }
-        tables
-    }
-
-    fn workloads(&self) -> Result<Vec<Workload>, Error> {
-        let all = match self.transport {
-            Some(Transport::VhostUser) => Workload::of_virtual_machines(),
-            _ => Workload::standard(),
-        };
-        let mut chosen = only(self.only.as_deref(), all, Workload::to_string)?;
-        chosen.retain(|workload| self.client == ClientKind::Own || workload.beside.is_none());
-        Ok(chosen)
-    }
+fn workloads(args: &BenchArgs) -> Result<Vec<Workload>, Error> {
+    let all = match args.transport {
+        Some(Transport::VhostUser) => Workload::of_virtual_machines(),
+        _ => Workload::standard(),
+    };
+    let mut chosen = only(args.only.as_deref(), all, Workload::to_string)?;
+    chosen.retain(|it| args.client != Some(ClientKind::Fio) || it.beside.is_none());
+    Ok(chosen)
 }
 
 /// Those of `all` whose title contains `text`.
@@ -124,31 +83,23 @@ pub(crate) fn only<T>(
     if all.is_empty() { Err(nothing) } else { Ok(all) }
 }
 
-/// Measures, writes the result to `out` and returns it.
-///
-/// A server that fails is left out of the rest of its table and named in the report.
-///
-/// # Errors
-/// [`Error::Option`], [`Error::NoRow`] and [`Error::File`] before anything is started,
-/// [`Error::NoServer`] if nothing can be, [`Error::System`] if `out` cannot be written or the file
-/// not be prepared.
-pub fn run_peers(options: &PeersOptions, out: &mut dyn Write) -> Result<Report, Error> {
-    let connections = options.connections.unwrap_or(1);
-    Error::unless((1..=64).contains(&connections), "connections", "has to be 1 to 64")?;
-    let of_vhost_user = options.transport == Some(Transport::VhostUser);
-    let by_fio = options.client == ClientKind::Fio;
-    Error::unless(!(by_fio && of_vhost_user), "client", "fio does not speak vhost-user")?;
-    Error::unless(!by_fio || fio::version().is_some(), "client", "fio is not installed")?;
-    let mut workloads = options.workloads()?;
-    let mut reporter = Reporter::begin(&options.run, out)?;
-    let mut kinds = options.servers.clone();
-    kinds.retain(|kind| options.transport.is_none_or(|transport| kind.has(transport)));
-    let servers = Servers::find(&kinds, options.nowait.as_deref())?;
-    let direct = options.caching != Some(Caching::PageCache);
-    let target = Target::open(options.file.as_deref(), options.run.overwrite, direct)?;
+/// Measures servers; without a file vhost-user is also measured on a qcow2 image, if qemu-img is installed.
+pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
+    let args = &bench.args;
+    let of_vhost_user = args.transport == Some(Transport::VhostUser);
+    if args.client == Some(ClientKind::Fio) && fio::version().is_none() {
+        return Err(Error::NoProgram("fio"));
+    }
+    let mut workloads = workloads(args)?;
+    let mut reporter = Reporter::begin(bench, out)?;
+    let mut kinds = args.servers();
+    kinds.retain(|kind| args.transport.is_none_or(|transport| kind.has(transport)));
+    let servers = Servers::find(&kinds, bench.nowait.as_deref())?;
+    let direct = args.caching != Some(Caching::PageCache);
+    let target = Target::open(args.file.as_deref(), args.overwrite, direct)?;
     workloads.retain(|workload| target.access == Access::ReadWrite || !workload.writes());
     let mut targets = vec![target];
-    let images = match &options.file {
+    let images = match &args.file {
         None if of_vhost_user && TestImages::has_tools() => Some(TestImages::make()?),
         _ => None,
     };
@@ -156,10 +107,10 @@ pub fn run_peers(options: &PeersOptions, out: &mut dyn Write) -> Result<Report, 
         let image = images.image(ImageKind::Qcow2);
         targets.push(image.map_err(Error::system("opening the qcow2 image"))?);
     }
-    let runner = Runner::new(&options.run, options.client)?;
+    let runner = Runner::new(bench)?;
     let formats: Vec<Format> = targets.iter().map(|target| target.format).collect();
-    let tables = options.tables(&formats);
-    let peers = Peers { options, targets, servers, machine: Machine::this()?, runner };
+    let tables = tables(args, &formats);
+    let peers = Peers { bench, targets, servers, machine: Machine::this()?, runner };
     let entries = tables.len() * workloads.len() * peers.servers.programs.len();
     reporter.heading(peers.heading(), entries)?;
     for terms in tables {
@@ -194,7 +145,7 @@ impl fmt::Display for TableTerms {
 
 /// What all tables have in common.
 struct Peers<'a> {
-    options: &'a PeersOptions,
+    bench: &'a Bench,
     /// An image of each format that is measured.
     targets: Vec<Target>,
     servers: Servers,
@@ -256,20 +207,18 @@ impl Peers<'_> {
 
     /// The lines before the first table.
     fn heading(&self) -> String {
-        let run = &self.options.run;
         let of_target = |target: &Target| target.lines(target.bytes);
-        let connections = match self.options.transport {
+        let args = &self.bench.args;
+        let connections = match args.transport {
             Some(Transport::VhostUser) => String::new(),
-            _ => format!("; {} connection(s)", self.options.connections.unwrap_or(1)),
+            _ => format!("; {} connection(s)", args.connections().unwrap_or(1)),
         };
         format!(
-            "Linux {}, {}; {}\n{}{} rounds of {} s for each server, in turns{connections}\n{}",
-            self.machine.kernel,
-            self.machine.processor,
+            "{}; {}\n{}{}{connections}\n{}",
+            self.machine.line(),
             self.runner.placement,
             self.targets.iter().map(of_target).collect::<String>(),
-            run.rounds,
-            run.duration.as_secs_f64(),
+            self.bench.rounds(" server"),
             self.servers.lines()
         )
     }
@@ -305,8 +254,8 @@ impl Peers<'_> {
         let mut head = self.servers.to_json(&self.machine, self.runner.placement);
         let files = self.targets.iter().map(|target| target.to_json(target.bytes));
         head["files"] = files.collect();
-        head["seconds"] = self.options.run.duration.as_secs_f64().into();
-        head["connections"] = self.options.connections.unwrap_or(1).into();
+        head["seconds"] = self.bench.args.duration().as_secs_f64().into();
+        head["connections"] = self.bench.args.connections().unwrap_or(1).into();
         let glance: String = failures.iter().map(warn).collect();
         reporter.end(("nowait bench peers", &glance), &ending, head, "comparisons")
     }
@@ -497,23 +446,20 @@ mod tests {
     }
 
     #[test]
-    fn an_option_out_of_range_is_rejected_by_name_before_a_file_is_created() {
-        let many = PeersOptions { connections: Some(65), ..PeersOptions::default() };
-        let none = PeersOptions { only: Some("x".into()), ..PeersOptions::default() };
-        let alone = PeersOptions { servers: vec![ServerKind::Nowait], ..PeersOptions::default() };
-        for (options, text) in [(many, "connections: "), (none, "--only x: "), (alone, "no server")]
-        {
-            let error = run_peers(&options, &mut Vec::new()).err().map(|error| error.to_string());
+    fn nothing_to_measure_is_an_error_before_a_file_is_created() {
+        for (words, text) in [("--only x", "--only x: "), ("--servers nowait", "no server")] {
+            let bench = Bench::of(&format!("peers {words}"));
+            let error = bench.run(&mut Vec::new()).err().map(|error| error.to_string());
             assert!(error.as_ref().is_some_and(|error| error.starts_with(text)), "{error:?}");
         }
     }
 
     #[test]
     fn fio_has_no_tables_over_tls_and_no_rows_beside_others() {
-        let options = PeersOptions { client: ClientKind::Fio, ..PeersOptions::default() };
-        let mut tables = options.tables(&[Format::Raw]).into_iter();
+        let args = Bench::of("peers --client fio").args;
+        let mut tables = tables(&args, &[Format::Raw]).into_iter();
         assert!(tables.all(|table| table.terms.transport == Transport::Plain));
-        let workloads = options.workloads().expect("rows");
+        let workloads = workloads(&args).expect("rows");
         assert!(workloads.iter().all(|workload| workload.beside.is_none()));
     }
 }

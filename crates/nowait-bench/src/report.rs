@@ -7,58 +7,19 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::path::PathBuf;
-use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Map, Value, json};
 
-use crate::cancel::CancelFlag;
+use crate::Bench;
 use crate::error::Error;
 use crate::page;
 use crate::table::MinMedianMax;
 
-/// The format of the result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Output {
-    /// Text tables, each printed as soon as it is finished.
-    Text,
-    /// One JSON object at the end.
-    Json,
-}
-
-/// The options that all measurements have.
-#[derive(Clone, Debug)]
-pub struct RunOptions {
-    /// How long one thing is measured in one round, after a warm-up, at least 1 ms; a copy takes as
-    /// long as it takes.
-    pub duration: Duration,
-    /// The number of rounds, 1 to 100.
-    pub rounds: u32,
-    /// Whether a file to measure on may be overwritten (otherwise only reads are measured), and the
-    /// page replaced.
-    pub overwrite: bool,
-    /// The path of an additional report as an HTML page.
-    pub html: Option<PathBuf>,
-    /// Text or JSON.
-    pub output: Output,
-    /// Ends the measurement early; the finished tables are reported.
-    pub stop: CancelFlag,
-}
-
-/// Three rounds of a second each, as text.
-impl Default for RunOptions {
-    fn default() -> Self {
-        let duration = Duration::from_secs(1);
-        let stop = CancelFlag::default();
-        Self { duration, rounds: 3, overwrite: false, html: None, output: Output::Text, stop }
-    }
-}
-
 /// What was measured. Its tables are printed already.
 #[derive(Debug)]
 pub struct Report {
-    /// All figures: the object that [`Output::Json`] prints.
+    /// All figures: the object that `--json` prints.
     pub json: Value,
     /// One line for each failure; what failed is left out of its table, or named there.
     pub failures: Vec<String>,
@@ -97,7 +58,7 @@ impl<K, S> Entry<K, S> {
 
 /// A report in the making. Progress goes to stderr, if that is a terminal.
 pub(crate) struct Reporter<'a> {
-    run: &'a RunOptions,
+    bench: &'a Bench,
     out: &'a mut dyn Write,
     bar: ProgressBar,
     page: Option<File>,
@@ -110,24 +71,23 @@ pub(crate) struct Reporter<'a> {
 
 impl<'a> Reporter<'a> {
     /// # Errors
-    /// [`Error::Option`]; [`Error::File`] if the page cannot be made.
-    pub(crate) fn begin(run: &'a RunOptions, out: &'a mut dyn Write) -> Result<Self, Error> {
-        let in_range = run.duration >= Duration::from_millis(1) && (1..=100).contains(&run.rounds);
-        Error::unless(in_range, "rounds", "has to be 1 to 100, each of 1 ms or more")?;
-        let page = run.html.as_deref().map(|path| page::create(path, run.overwrite)).transpose()?;
+    /// [`Error::File`] if the page cannot be made.
+    pub(crate) fn begin(bench: &'a Bench, out: &'a mut dyn Write) -> Result<Self, Error> {
+        let page = bench.args.html.as_deref();
+        let page = page.map(|path| page::create(path, bench.args.overwrite)).transpose()?;
         let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
         if let Ok(style) = ProgressStyle::with_template("[{bar:24}] {eta} left  {wide_msg}") {
             bar.set_style(style);
         }
         let (heading, sections) = (String::new(), String::new());
         let (tables, failures, interrupted) = (Vec::new(), Vec::new(), false);
-        Ok(Self { run, out, bar, page, heading, sections, tables, failures, interrupted })
+        Ok(Self { bench, out, bar, page, heading, sections, tables, failures, interrupted })
     }
 
     /// Prints the lines before the first table. `entries` are measured in each round of all tables.
     pub(crate) fn heading(&mut self, text: String, entries: usize) -> Result<(), Error> {
-        self.bar.set_length(entries as u64 * u64::from(self.run.rounds));
-        self.print(Output::Text, &text)?;
+        self.bar.set_length(entries as u64 * u64::from(self.bench.args.rounds));
+        self.print(false, &text)?;
         self.heading = text;
         Ok(())
     }
@@ -139,12 +99,12 @@ impl<'a> Reporter<'a> {
         name: impl Fn(&K) -> String,
         measure: impl Fn(&K) -> io::Result<S>,
     ) -> bool {
-        for _ in 0..self.run.rounds {
+        for _ in 0..self.bench.args.rounds {
             for entry in entries.iter_mut() {
                 if entry.problem.is_none() {
                     self.bar.set_message(name(&entry.key));
                     let outcome = measure(&entry.key);
-                    if self.run.stop.requested() {
+                    if self.bench.stop.requested() {
                         self.interrupted = true;
                         return false;
                     }
@@ -197,7 +157,7 @@ impl<'a> Reporter<'a> {
         self.tables.push(json);
         self.sections += section;
         let bar = self.bar.clone();
-        bar.suspend(|| self.print(Output::Text, text))
+        bar.suspend(|| self.print(false, text))
     }
 
     /// Prints the end: `ending`, or the JSON object, which is `head` with the tables by the name
@@ -210,9 +170,9 @@ impl<'a> Reporter<'a> {
         tables: &str,
     ) -> Result<Report, Error> {
         self.bar.finish_and_clear();
-        self.print(Output::Text, ending)?;
+        self.print(false, ending)?;
         if self.interrupted {
-            self.print(Output::Text, "\nstopped before the end\n")?;
+            self.print(false, "\nstopped before the end\n")?;
         }
         let mut object = match head {
             Value::Object(head) => head,
@@ -220,12 +180,12 @@ impl<'a> Reporter<'a> {
         };
         object.insert(tables.to_owned(), std::mem::take(&mut self.tables).into());
         object.insert("interrupted".to_owned(), self.interrupted.into());
-        object.insert("rounds".to_owned(), self.run.rounds.into());
+        object.insert("rounds".to_owned(), self.bench.args.rounds.into());
         let (failures, objects): (Vec<String>, Vec<Value>) =
             std::mem::take(&mut self.failures).into_iter().unzip();
         object.entry("failures").or_insert_with(|| objects.into());
         let json = Value::Object(object);
-        self.print(Output::Json, &format!("{json:#}\n"))?;
+        self.print(true, &format!("{json:#}\n"))?;
         if let Some(page) = &mut self.page {
             let mut html = page::begin(title, &self.heading);
             if self.interrupted {
@@ -239,8 +199,9 @@ impl<'a> Reporter<'a> {
         Ok(Report { json, failures, interrupted: self.interrupted })
     }
 
-    fn print(&mut self, output: Output, text: &str) -> Result<(), Error> {
-        if output != self.run.output {
+    /// Prints `text`, which is for reports as JSON or for those as text.
+    fn print(&mut self, json: bool, text: &str) -> Result<(), Error> {
+        if json != self.bench.args.json {
             return Ok(());
         }
         let written = self.out.write_all(text.as_bytes()).and_then(|()| self.out.flush());
@@ -265,6 +226,11 @@ impl Machine {
         Ok(Machine { kernel, processor })
     }
 
+    /// The first line of a report.
+    pub(crate) fn line(&self) -> String {
+        format!("Linux {}, {}", self.kernel, self.processor)
+    }
+
     pub(crate) fn to_json(&self) -> Value {
         json!({ "kernel": self.kernel, "processor": self.processor })
     }
@@ -280,10 +246,10 @@ mod tests {
 
     /// Measures `A` and `B` in three rounds. Returns what was measured, the entries, and the report.
     fn measured(
-        measure: impl Fn(char, &RunOptions) -> Outcome,
+        measure: impl Fn(char, &Bench) -> Outcome,
     ) -> (String, Vec<Entry<char, f64>>, Report) {
-        let (run, order, mut out) = (RunOptions::default(), RefCell::default(), Vec::new());
-        let mut reporter = Reporter::begin(&run, &mut out).expect("good options");
+        let (run, order, mut out) = (Bench::of("peers"), RefCell::default(), Vec::new());
+        let mut reporter = Reporter::begin(&run, &mut out).expect("no page");
         let mut entries = ['A', 'B'].map(Entry::new);
         let complete = reporter.measure(&mut entries, char::to_string, |&name| {
             RefCell::<String>::borrow_mut(&order).push(name);
@@ -304,7 +270,7 @@ mod tests {
 
     #[test]
     fn an_entry_that_fails_is_named_and_not_tried_again() {
-        let fails = |name, _: &RunOptions| match name {
+        let fails = |name, _: &Bench| match name {
             'A' => Err(io::Error::other("no luck")),
             _ => Ok(1.0),
         };
@@ -321,15 +287,5 @@ mod tests {
         });
         assert_eq!((order.as_str(), report.interrupted), ("A", true));
         assert_eq!(report.json["interrupted"], true);
-    }
-
-    #[test]
-    fn an_option_out_of_range_is_rejected_by_name() {
-        let (long, never) = (RunOptions::default(), 0);
-        let short = RunOptions { duration: Duration::ZERO, ..long.clone() };
-        for run in [short, RunOptions { rounds: never, ..long }] {
-            let error = Reporter::begin(&run, &mut Vec::new()).err().map(|e| e.to_string());
-            assert!(error.is_some_and(|text| text.starts_with("rounds: has to be")));
-        }
     }
 }

@@ -4,9 +4,9 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-use nowait_bench::{EngineOptions, Error, Output, Report, RunOptions, TableSelection, run_engine};
+use clap::Parser;
+use nowait_bench::{Bench, BenchArgs, CancelFlag, Error, Report, What};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -18,18 +18,19 @@ fn file_of_zeros(directory: &TempDir) -> PathBuf {
     path
 }
 
-fn options(what: TableSelection, file: &Path) -> EngineOptions {
+fn options(what: What, file: &Path) -> Bench {
     // Starting fio is slow.
-    let rounds = if what == TableSelection::Engines { 1 } else { 2 };
-    let duration = Duration::from_millis(2);
-    let run = RunOptions { overwrite: true, duration, rounds, ..RunOptions::default() };
-    let (file, latency) = (Some(file.to_owned()), vec![Duration::from_micros(50)]);
-    EngineOptions { run, what, file, latency, only: None }
+    let rounds = if what == What::Engines { "1" } else { "2" };
+    let line = ["nowait-bench", &what.name(), "--overwrite", "--rounds", rounds, "--file", "x"];
+    let mut args = BenchArgs::parse_from(line);
+    (args.file, args.seconds) = (Some(file.to_owned()), Some(0.002));
+    args.latency = vec![std::time::Duration::from_micros(50)];
+    Bench { args, nowait: None, stop: CancelFlag::default() }
 }
 
-fn measured(options: &EngineOptions) -> (Report, String) {
+fn measured(bench: &Bench) -> (Report, String) {
     let mut printed = Vec::new();
-    let report = run_engine(options, &mut printed).expect("a report");
+    let report = bench.run(&mut printed).expect("a report");
     (report, String::from_utf8(printed).expect("UTF-8"))
 }
 
@@ -45,7 +46,7 @@ fn may_lack(row: &str, variant: &str) -> bool {
 /// Measures one selection and checks that every cell of its tables has a figure and its processor
 /// time, or the reason why it has none, and that all are printed. Returns the titles of the rows
 /// with the numbers of their variants.
-fn measure_complete(what: TableSelection) -> Vec<(String, usize)> {
+fn measure_complete(what: What) -> Vec<(String, usize)> {
     let directory = TempDir::new().expect("a temporary directory");
     let options = options(what, &file_of_zeros(&directory));
     let (report, printed) = measured(&options);
@@ -87,7 +88,7 @@ fn measure_complete(what: TableSelection) -> Vec<(String, usize)> {
 
 #[test]
 fn simple_has_all_queues_all_depths_all_interfaces_writes_and_the_allocation_cache() {
-    let rows = measure_complete(TableSelection::Simple);
+    let rows = measure_complete(What::Simple);
     let titles: Vec<&str> = rows.iter().map(|(title, _)| title.as_str()).collect();
     assert_eq!(titles.len(), 2 * (4 + 3) + 3 + 4 + 4);
     let parts = [
@@ -110,7 +111,7 @@ fn simple_has_all_queues_all_depths_all_interfaces_writes_and_the_allocation_cac
 #[test]
 fn a_row_is_called_polled_only_where_the_device_is_polled() {
     let directory = TempDir::new().expect("a temporary directory");
-    let (report, printed) = measured(&options(TableSelection::Simple, &file_of_zeros(&directory)));
+    let (report, printed) = measured(&options(What::Simple, &file_of_zeros(&directory)));
     let rows = array(&report.json["tables"][0], "rows");
     let named_so = |row: &&Value| row["row"].as_str().is_some_and(|title| title.contains("polled"));
     let polled: Vec<&Value> = rows.iter().filter(named_so).collect();
@@ -128,23 +129,23 @@ fn a_row_is_called_polled_only_where_the_device_is_polled() {
 
 #[test]
 fn completion_has_four_block_sizes() {
-    assert_eq!(measure_complete(TableSelection::Completion).len(), 4);
+    assert_eq!(measure_complete(What::Completion).len(), 4);
 }
 
 #[test]
 fn durable_has_three_depths() {
-    assert_eq!(measure_complete(TableSelection::Durable).len(), 3);
+    assert_eq!(measure_complete(What::Durable).len(), 3);
 }
 
 #[test]
 fn log_has_three_numbers_of_writers() {
-    let rows = measure_complete(TableSelection::Log);
+    let rows = measure_complete(What::Log);
     assert!(rows.len() == 3 && rows.iter().all(|(_, variants)| *variants == 2), "{rows:?}");
 }
 
 #[test]
 fn vectored_has_the_file_the_given_latency_small_segments_and_a_durable_write() {
-    let rows = measure_complete(TableSelection::Vectored);
+    let rows = measure_complete(What::Vectored);
     assert_eq!(rows.iter().filter(|row| row.0.starts_with("50µs queue, ")).count(), 6);
     assert!(rows.contains(&("file, sequential mixed".to_owned(), 2)), "{rows:?}");
     // The rows of small segments, with fwrite.
@@ -154,17 +155,17 @@ fn vectored_has_the_file_the_given_latency_small_segments_and_a_durable_write() 
 
 #[test]
 fn pool_has_slots_freed_on_the_same_and_on_another_thread() {
-    assert_eq!(measure_complete(TableSelection::Pool).len(), 4);
+    assert_eq!(measure_complete(What::Pool).len(), 4);
 }
 
 #[test]
 fn merge_has_sequential_and_random_requests_in_both_directions() {
-    assert_eq!(measure_complete(TableSelection::Merge).len(), 6);
+    assert_eq!(measure_complete(What::Merge).len(), 6);
 }
 
 #[test]
 fn nowait_has_stable_and_sparse_files_with_1_job_and_12_and_the_loop_device() {
-    let rows = measure_complete(TableSelection::Nowait);
+    let rows = measure_complete(What::Nowait);
     let variants = |variants| rows.iter().filter(move |row| row.1 == variants);
     assert_eq!((variants(6).count(), variants(2).count()), (2 + 4, 2 * 4 + 4));
     for jobs in ["1 job", "12 jobs"] {
@@ -180,8 +181,8 @@ fn nowait_has_stable_and_sparse_files_with_1_job_and_12_and_the_loop_device() {
 #[test]
 fn only_measures_the_rows_with_a_text_in_their_titles() {
     let directory = TempDir::new().expect("a temporary directory");
-    let mut options = options(TableSelection::Merge, &file_of_zeros(&directory));
-    options.only = Some("random".into());
+    let mut options = options(What::Merge, &file_of_zeros(&directory));
+    options.args.only = Some("random".into());
     let (report, _) = measured(&options);
     let tables = array(&report.json, "tables");
     assert_eq!((tables.len(), array(&tables[0], "rows").len()), (1, 2));
@@ -189,7 +190,7 @@ fn only_measures_the_rows_with_a_text_in_their_titles() {
 
 #[test]
 fn engines_are_compared_at_three_depths_in_both_directions() {
-    let rows = measure_complete(TableSelection::Engines);
+    let rows = measure_complete(What::Engines);
     assert_eq!(rows.len(), 6);
     assert!(rows.iter().all(|row| row.1 == 10), "{rows:?}");
 }
@@ -201,7 +202,7 @@ fn without_the_right_to_a_loop_device_its_rows_say_so_and_nothing_has_failed() {
         return;
     }
     let directory = TempDir::new().expect("a temporary directory");
-    let (report, printed) = measured(&options(TableSelection::Nowait, &file_of_zeros(&directory)));
+    let (report, printed) = measured(&options(What::Nowait, &file_of_zeros(&directory)));
     assert!(printed.contains("\nloop device: only root can set up a loop device\n"), "{printed}");
     assert!(report.failures.is_empty(), "{:?}", report.failures);
 }
@@ -210,19 +211,19 @@ fn without_the_right_to_a_loop_device_its_rows_say_so_and_nothing_has_failed() {
 fn a_file_is_only_written_to_with_permission() {
     let directory = TempDir::new().expect("a temporary directory");
     let path = file_of_zeros(&directory);
-    for what in TableSelection::EACH {
+    for what in What::TABLES {
         let mut options = options(what, &path);
-        options.run.overwrite = false;
+        options.args.overwrite = false;
         let (report, printed) = measured(&options);
         assert!(printed.contains("only reads"));
         let is_empty = array(&report.json, "tables").is_empty();
-        let writes_only = [TableSelection::Completion, TableSelection::Durable];
+        let writes_only = [What::Completion, What::Durable];
         assert_eq!(is_empty, writes_only.contains(&what));
     }
     let bytes = fs::read(&path).expect("the file");
     let zeros = vec![0; FILE_BYTES];
     assert!(bytes == zeros);
-    let (_, _) = measured(&options(TableSelection::Completion, &path));
+    let (_, _) = measured(&options(What::Completion, &path));
     assert!(fs::read(&path).expect("the file") != zeros);
 }
 
@@ -230,11 +231,11 @@ fn a_file_is_only_written_to_with_permission() {
 fn the_page_is_self_contained_and_the_json_object_has_the_figures_of_the_text() {
     let directory = TempDir::new().expect("a temporary directory");
     let html = directory.path().join("report.html");
-    let mut options = options(TableSelection::Pool, &file_of_zeros(&directory));
-    options.run.html = Some(html.clone());
+    let mut options = options(What::Pool, &file_of_zeros(&directory));
+    options.args.html = Some(html.clone());
     let (text, printed) = measured(&options);
     assert!(printed.contains("allocator") && text.failures.is_empty());
-    options.run.output = Output::Json;
+    options.args.json = true;
     let (report, printed) = measured(&options);
     let json: Value = serde_json::from_str(&printed).expect("one JSON object");
     let cell = |json: &Value| json["tables"][0]["rows"][0]["cells"][1].clone();
@@ -252,15 +253,15 @@ fn the_page_is_self_contained_and_the_json_object_has_the_figures_of_the_text() 
     for from_outside in ["http:", "https:", "url(", "<script", "<link", "<img", "@import"] {
         assert!(!page.contains(from_outside), "{from_outside}");
     }
-    options.run.overwrite = false;
-    assert!(matches!(run_engine(&options, &mut Vec::new()), Err(Error::File { .. })));
+    options.args.overwrite = false;
+    assert!(matches!(options.run(&mut Vec::new()), Err(Error::File { .. })));
 }
 
 #[test]
 fn a_cancelled_measurement_reports_the_finished_tables() {
     let directory = TempDir::new().expect("a temporary directory");
-    let options = options(TableSelection::All, &file_of_zeros(&directory));
-    options.run.stop.request();
+    let options = options(What::All, &file_of_zeros(&directory));
+    options.stop.request();
     let (report, printed) = measured(&options);
     assert!(report.interrupted && array(&report.json, "tables").is_empty());
     assert!(printed.ends_with("stopped before the end\n"));

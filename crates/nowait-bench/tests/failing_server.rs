@@ -1,10 +1,12 @@
 //! A failing server must not fail the measurement. This test has its own file because a program
 //! that was just written cannot be started while another test is starting a child process.
 
+use std::ffi::OsStr;
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt;
 
-use nowait_bench::{Caching, PeersOptions, ServerKind, Transport, run_peers};
+use clap::Parser;
+use nowait_bench::{Bench, BenchArgs, CancelFlag};
 use tempfile::TempDir;
 
 #[test]
@@ -17,15 +19,11 @@ fn a_server_that_does_not_start_is_reported_with_its_last_message_and_tried_once
     let image = directory.path().join("image");
     File::create(&image).and_then(|file| file.set_len(64 << 20)).expect("a sparse file");
 
-    let options = PeersOptions {
-        nowait: Some(program),
-        servers: vec![ServerKind::Nowait],
-        file: Some(image),
-        caching: Some(Caching::PageCache),
-        transport: Some(Transport::Plain),
-        ..PeersOptions::default()
-    };
-    let report = run_peers(&options, &mut Vec::new()).expect("a report");
+    let words = ["peers", "--servers", "nowait", "--caching", "cached", "--transport", "plain"];
+    let line = ["nowait-bench"].iter().chain(&words).map(OsStr::new);
+    let args = BenchArgs::parse_from(line.chain([OsStr::new("--file"), image.as_os_str()]));
+    let bench = Bench { args, nowait: Some(program), stop: CancelFlag::default() };
+    let report = bench.run(&mut Vec::new()).expect("a report");
     assert_eq!(report.json["servers"][0]["version"], "nowait 0");
     assert_eq!(report.failures.len(), 1);
     assert!(report.failures[0].ends_with("no luck"), "{}", report.failures[0]);

@@ -3,11 +3,10 @@
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
+use clap::Parser;
 use nowait_bench::{
-    Caching, ClientKind, Error, ImagesOptions, Output, PeersOptions, Report, RunOptions,
-    ServerKind, Transport, run_images, run_peers,
+    Bench, BenchArgs, CancelFlag, ClientKind, Error, Report, ServerKind, Transport,
 };
 use serde_json::Value;
 use tempfile::TempDir;
@@ -20,36 +19,43 @@ fn file_of_zeros(directory: &TempDir) -> PathBuf {
     path
 }
 
-fn short(rounds: u32) -> RunOptions {
-    RunOptions { duration: Duration::from_millis(50), rounds, ..RunOptions::default() }
+/// A short benchmark by this command line, without nowait.
+fn bench(words: &str) -> Bench {
+    let line = ["nowait-bench"].into_iter().chain(words.split(' '));
+    let mut args = BenchArgs::parse_from(line);
+    args.seconds = Some(0.05);
+    Bench { args, nowait: None, stop: CancelFlag::default() }
 }
 
-/// Reads, and writes if the file may be overwritten, 16 in flight.
-fn options(file: &Path) -> PeersOptions {
-    PeersOptions {
-        run: short(2),
-        servers: vec![ServerKind::QemuNbd, ServerKind::QemuStorageDaemon, ServerKind::Nbdkit],
-        file: Some(file.to_owned()),
-        only: Some("depth 16".into()),
-        // Not every file system for temporary files supports direct I/O.
-        caching: Some(Caching::PageCache),
-        transport: Some(Transport::Plain),
-        ..PeersOptions::default()
-    }
+/// Reads, and writes if the file may be overwritten, 16 in flight, in two rounds.
+fn options(file: &Path) -> Bench {
+    // Not every file system for temporary files supports direct I/O.
+    let mut bench = bench("peers --caching cached --transport plain --rounds 2");
+    bench.args.servers =
+        vec![ServerKind::QemuNbd, ServerKind::QemuStorageDaemon, ServerKind::Nbdkit];
+    (bench.args.file, bench.args.only) = (Some(file.to_owned()), Some("depth 16".into()));
+    bench
 }
 
 /// Like [`options`], and the file may be overwritten.
-fn overwriting(file: &Path) -> PeersOptions {
-    let mut options = options(file);
-    options.run.overwrite = true;
-    options
+fn overwriting(file: &Path) -> Bench {
+    let mut bench = options(file);
+    bench.args.overwrite = true;
+    bench
+}
+
+/// Like [`overwriting`], in one round.
+fn once(file: &Path) -> Bench {
+    let mut bench = overwriting(file);
+    bench.args.rounds = 1;
+    bench
 }
 
 /// Measures and returns the report with the printed text; `None`, with a message, if no server is
 /// installed.
-fn measured(options: &PeersOptions) -> Option<(Report, String)> {
+fn measured(bench: &Bench) -> Option<(Report, String)> {
     let mut printed = Vec::new();
-    match run_peers(options, &mut printed) {
+    match bench.run(&mut printed) {
         Ok(report) => {
             assert!(report.failures.is_empty(), "{:?}", report.failures);
             Some((report, String::from_utf8(printed).expect("UTF-8")))
@@ -91,14 +97,10 @@ fn check_complete(report: &Report, comparisons: usize) {
 fn every_server_is_measured_over_every_transport_and_text_and_page_have_the_figures() {
     let directory = TempDir::new().expect("a temporary directory");
     let html = directory.path().join("report.html");
-    let mut options = PeersOptions {
-        connections: Some(2),
-        transport: None,
-        ..overwriting(&file_of_zeros(&directory))
-    };
-    options.run.html = Some(html.clone());
+    let mut options = overwriting(&file_of_zeros(&directory));
+    (options.args.connections, options.args.html) = (Some(2), Some(html.clone()));
     for (transport, comparisons) in [(None, 4), (Some(Transport::Tcp), 2)] {
-        options.transport = transport;
+        options.args.transport = transport;
         let Some((report, printed)) = measured(&options) else {
             return;
         };
@@ -132,12 +134,8 @@ fn fio_measures_the_same_rows_where_it_is_installed() {
         return;
     }
     for transport in [Transport::Plain, Transport::Tcp] {
-        let options = PeersOptions {
-            run: RunOptions { overwrite: true, ..short(1) },
-            client: ClientKind::Fio,
-            transport: Some(transport),
-            ..options(&file_of_zeros(&directory))
-        };
+        let mut options = once(&file_of_zeros(&directory));
+        (options.args.client, options.args.transport) = (Some(ClientKind::Fio), Some(transport));
         if let Some((report, _)) = measured(&options) {
             check_complete(&report, 2);
         }
@@ -147,11 +145,8 @@ fn fio_measures_the_same_rows_where_it_is_installed() {
 #[test]
 fn the_throughput_of_a_flood_is_reported_with_that_of_the_small_reader() {
     let directory = TempDir::new().expect("a temporary directory");
-    let options = PeersOptions {
-        run: RunOptions { overwrite: true, ..short(1) },
-        only: Some("beside".into()),
-        ..options(&file_of_zeros(&directory))
-    };
+    let mut options = once(&file_of_zeros(&directory));
+    options.args.only = Some("beside".into());
     let Some((report, _)) = measured(&options) else {
         return;
     };
@@ -165,9 +160,9 @@ fn the_throughput_of_a_flood_is_reported_with_that_of_the_small_reader() {
 fn disks_of_virtual_machines_are_measured_with_one_queue_and_with_two_raw_and_qcow2() {
     let directory = TempDir::new().expect("a temporary directory");
     let mut options = options(&file_of_zeros(&directory));
-    options.transport = Some(Transport::VhostUser);
-    options.only = Some("64K random".into());
-    options.run.overwrite = true;
+    options.args.transport = Some(Transport::VhostUser);
+    options.args.only = Some("64K random".into());
+    options.args.overwrite = true;
     let Some((report, printed)) = measured(&options) else {
         return;
     };
@@ -175,8 +170,9 @@ fn disks_of_virtual_machines_are_measured_with_one_queue_and_with_two_raw_and_qc
     check_complete(&report, 2 * 6);
     assert!(printed.contains("vhost-user, 1 queue(s), raw"), "{printed}");
     assert!(printed.contains("vhost-user, 2 queue(s), raw"), "{printed}");
-    options.only = Some("4K random read, depth 16".into());
-    (options.connections, options.file, options.run.overwrite) = (Some(3), None, false);
+    let args = &mut options.args;
+    args.only = Some("4K random read, depth 16".into());
+    (args.connections, args.file, args.overwrite) = (Some(3), None, false);
     if let Some((report, printed)) = measured(&options) {
         // Of 4K and of 64K, on both formats.
         check_complete(&report, 4);
@@ -199,7 +195,7 @@ fn a_file_is_only_written_to_with_permission() {
     assert!(printed.contains("only reads"));
 
     let mut with_leave = overwriting(&path);
-    with_leave.run.output = Output::Json;
+    with_leave.args.json = true;
     let Some((_, printed)) = measured(&with_leave) else {
         return;
     };
@@ -212,7 +208,7 @@ fn a_file_is_only_written_to_with_permission() {
 fn a_cancelled_measurement_reports_what_was_finished() {
     let directory = TempDir::new().expect("a temporary directory");
     let options = options(&file_of_zeros(&directory));
-    options.run.stop.request();
+    options.stop.request();
     let Some((report, printed)) = measured(&options) else {
         return;
     };
@@ -222,10 +218,10 @@ fn a_cancelled_measurement_reports_what_was_finished() {
 
 #[test]
 fn images_are_measured_with_every_server_that_supports_them_and_removed_afterwards() {
-    let only = Some("read, depth 1".into());
-    let options = ImagesOptions { run: short(1), only, ..ImagesOptions::default() };
+    let mut images = bench("images --rounds 1");
+    images.args.only = Some("read, depth 1".into());
     let mut printed = Vec::new();
-    let report = match run_images(&options, &mut printed) {
+    let report = match images.run(&mut printed) {
         Ok(report) => report,
         Err(e) => {
             assert!(matches!(e, Error::NoServer | Error::System { .. }), "{e}");

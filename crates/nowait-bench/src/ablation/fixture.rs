@@ -16,7 +16,7 @@ use nowait::{
 };
 use tempfile::TempDir;
 
-use crate::ablation::EngineOptions;
+use crate::Bench;
 use crate::ablation::closed_loop::{Interval, StopCondition, drive};
 use crate::ablation::gain_table::Sample;
 use crate::cancel::CancelFlag;
@@ -38,17 +38,14 @@ pub(crate) struct Fixture<'a> {
     /// Whether the page cache is bypassed.
     pub(crate) direct: bool,
     pub(crate) duration: Duration,
-    pub(crate) latency: &'a [Duration],
+    pub(crate) latency: Vec<Duration>,
     pub(crate) stop: &'a CancelFlag,
     /// A directory for files that are made.
     scratch: TempDir,
 }
 
 impl<'a> Fixture<'a> {
-    pub(crate) fn set(
-        target: &'a Target,
-        options: &'a EngineOptions,
-    ) -> Result<Fixture<'a>, Error> {
+    pub(crate) fn set(target: &'a Target, bench: &'a Bench) -> Result<Fixture<'a>, Error> {
         // In the directory of the file if it is a temporary one; no file is created beside a file
         // of the user.
         let beside = target.path.parent().filter(|_| target.was_made()).map(Path::to_owned);
@@ -59,9 +56,9 @@ impl<'a> Fixture<'a> {
             bytes: target.bytes.min(BYTES_MAX),
             writable: target.access == Access::ReadWrite,
             direct: false,
-            duration: options.run.duration,
-            latency: &options.latency,
-            stop: &options.run.stop,
+            duration: bench.args.duration(),
+            latency: bench.args.latency(),
+            stop: &bench.stop,
             scratch: scratch.map_err(Error::system("making a directory for a sparse file"))?,
         };
         let file_error = |error: nowait::Error| Error::File {

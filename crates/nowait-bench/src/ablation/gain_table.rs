@@ -8,7 +8,7 @@ use std::io;
 use hdrhistogram::Histogram;
 use serde_json::{Value, json};
 
-use crate::ablation::TableSelection;
+use crate::What;
 use crate::report::Entry;
 use crate::table::MinMedianMax;
 
@@ -111,7 +111,7 @@ pub(crate) struct Row<'a> {
 /// A mechanism switched on against off.
 pub(crate) struct Table<'a> {
     /// The selection that this table belongs to.
-    pub(crate) what: TableSelection,
+    pub(crate) what: What,
     /// What is compared.
     pub(crate) title: String,
     pub(crate) unit: Unit,
@@ -243,7 +243,7 @@ pub(crate) mod examples {
             ..cell(name, || Err(io::Error::other("an example")))
         };
         Table {
-            what: TableSelection::Simple,
+            what: What::Simple,
             title: "4K read".into(),
             unit: Unit::Iops,
             gain: Metric::OverFirst,

@@ -23,132 +23,39 @@ mod chart;
 mod html;
 mod devices;
 
-pub use devices::{DevicesOptions, run_devices};
+pub(crate) use devices::run_devices;
 
 use std::io::Write;
-use std::path::PathBuf;
-use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use crate::Bench;
 use crate::error::Error;
-use crate::report::{Machine, Report, Reporter, RunOptions};
+use crate::report::{Machine, Report, Reporter};
 use crate::test_file::Target;
 use fixture::Fixture;
 use gain_table::{Row, Table, Variant};
 
 const CPU_NOTE: &str = "CPU ns: processor time for a request, of all threads of the process that makes it; \
     that of kernel threads is not in it";
-const LATENCY_MAX: Duration = Duration::from_secs(1);
 
-/// Which tables are made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TableSelection {
-    /// The simple path off and on.
-    Simple,
-    /// Deferred against inline completion.
-    Completion,
-    /// The segments of a request one after the other against all of them in one transfer.
-    Vectored,
-    /// Request slots from the allocator against slots from the pool.
-    Pool,
-    /// Requests that touch one by one against all of a burst in one transfer.
-    Merge,
-    /// Always a worker against a non-blocking attempt first; the engine beside the kernel's loop
-    /// device.
-    Nowait,
-    /// A sync for each durable write against one for all that are in flight.
-    Durable,
-    /// A durable write for each record against the records of a log.
-    Log,
-    /// The engine on both of its queues and its other interfaces, a bare ring, plain system calls
-    /// and fio.
-    Engines,
-    /// All tables.
-    All,
-}
-
-impl TableSelection {
-    /// Every single table, without `All`.
-    pub const EACH: [TableSelection; 9] = [
-        TableSelection::Simple,
-        TableSelection::Completion,
-        TableSelection::Vectored,
-        TableSelection::Pool,
-        TableSelection::Merge,
-        TableSelection::Nowait,
-        TableSelection::Durable,
-        TableSelection::Log,
-        TableSelection::Engines,
-    ];
-
-    /// Its name on the command line and in JSON.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            TableSelection::Simple => "simple",
-            TableSelection::Completion => "completion",
-            TableSelection::Vectored => "vectored",
-            TableSelection::Pool => "pool",
-            TableSelection::Merge => "merge",
-            TableSelection::Nowait => "nowait",
-            TableSelection::Durable => "durable",
-            TableSelection::Log => "log",
-            TableSelection::Engines => "engines",
-            TableSelection::All => "all",
-        }
-    }
-}
-
-/// The options of a measurement of the engine. The default is all tables, on a temporary file.
-#[derive(Clone, Debug)]
-pub struct EngineOptions {
-    /// The options of every measurement.
-    pub run: RunOptions,
-    /// The tables to measure.
-    pub what: TableSelection,
-    /// The file or block device to measure on, at least 64 MiB, of which the first GiB is used;
-    /// `None` creates a file of 256 MiB in `$TMPDIR`, or in /var/tmp, and removes it afterwards.
-    pub file: Option<PathBuf>,
-    /// Latencies of the simulated queue in the table `vectored`, each above 0 and at most 1 s.
-    pub latency: Vec<Duration>,
-    /// Only rows whose title contains this.
-    pub only: Option<String>,
-}
-
-impl Default for EngineOptions {
-    fn default() -> EngineOptions {
-        let latency = vec![Duration::from_micros(100), Duration::from_millis(4)];
-        let (run, what) = (RunOptions::default(), TableSelection::All);
-        EngineOptions { run, what, file: None, latency, only: None }
-    }
-}
-
-/// Measures, writes the result to `out` and returns it.
-///
-/// A variant that cannot be measured is named in its table with the reason. That is a failure unless
+/// Measures the engine. A variant that cannot be measured is named in its table with the reason. That is a failure unless
 /// the machine lacks what it takes: fio, a device with poll queues, the right to set up a loop device.
-///
-/// # Errors
-/// [`Error::Option`], [`Error::File`] and [`Error::NoRow`] before anything is measured,
-/// [`Error::System`] if `out` or the page cannot be written.
-pub fn run_engine(options: &EngineOptions, out: &mut dyn Write) -> Result<Report, Error> {
-    let good = options.latency.iter().all(|it| !it.is_zero() && *it <= LATENCY_MAX);
-    Error::unless(good, "latency", "has to be more than 0 and at most 1 second")?;
-    let run = &options.run;
-    let reporter = Reporter::begin(run, out)?;
-    let target = Target::open(options.file.as_deref(), run.overwrite, false)?;
-    let fixture = Fixture::set(&target, options)?;
-    let mut tables = tables::all(&fixture, options.what);
-    keep_rows(&mut tables, options.only.as_deref())?;
+pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
+    let args = &bench.args;
+    let reporter = Reporter::begin(bench, out)?;
+    let target = Target::open(args.file.as_deref(), args.overwrite, false)?;
+    let fixture = Fixture::set(&target, bench)?;
+    let mut tables = tables::all(&fixture, args.what);
+    keep_rows(&mut tables, args.only.as_deref())?;
     let machine = Machine::this()?;
     let cache = "no direct I/O on this file system: the figures are the page cache's\n";
     let lines = target.lines(fixture.bytes) + if fixture.direct { "" } else { cache };
-    let heading = heading(&machine, &lines, run);
+    let heading = heading(&machine, &lines, bench);
     let mut head = json!({
         "machine": machine.to_json(),
         "file": target.to_json(fixture.bytes),
-        "seconds": run.duration.as_secs_f64(),
+        "seconds": args.duration().as_secs_f64(),
     });
     head["file"]["direct"] = fixture.direct.into();
     report(tables, heading, head, reporter)
@@ -169,14 +76,9 @@ fn keep_rows(tables: &mut Vec<Table<'_>>, only: Option<&str>) -> Result<(), Erro
 }
 
 /// The lines before the first table; `lines` are those about what is measured on.
-fn heading(machine: &Machine, lines: &str, run: &RunOptions) -> String {
-    format!(
-        "Linux {}, {}\n{lines}{} rounds of {} s for each variant, in turns; medians\n{CPU_NOTE}\n",
-        machine.kernel,
-        machine.processor,
-        run.rounds,
-        run.duration.as_secs_f64(),
-    )
+fn heading(machine: &Machine, lines: &str, bench: &Bench) -> String {
+    let (machine, rounds) = (machine.line(), bench.rounds(" variant"));
+    format!("{machine}\n{lines}{rounds}; medians\n{CPU_NOTE}\n")
 }
 
 /// Measures `tables` and reports them below `heading`; `head` is the JSON object without tables.
@@ -220,17 +122,8 @@ mod tests {
 
     #[test]
     fn a_text_that_no_row_has_is_rejected() {
-        let only = Some("no such row".to_owned());
-        let options =
-            EngineOptions { only, what: TableSelection::Pool, ..EngineOptions::default() };
-        let error = run_engine(&options, &mut Vec::new()).err().map(|error| error.to_string());
-        assert!(error.is_some_and(|text| text.starts_with("--only no such row: ")));
-    }
-
-    #[test]
-    fn a_latency_out_of_range_is_rejected_by_name() {
-        let options = EngineOptions { latency: vec![Duration::ZERO], ..EngineOptions::default() };
-        let error = run_engine(&options, &mut Vec::new()).err().map(|error| error.to_string());
-        assert!(error.is_some_and(|text| text.starts_with("latency: has to be")));
+        let bench = Bench::of("pool --only none");
+        let error = bench.run(&mut Vec::new()).err().map(|error| error.to_string());
+        assert!(error.is_some_and(|text| text.starts_with("--only none: ")));
     }
 }

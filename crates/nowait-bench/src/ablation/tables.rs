@@ -3,20 +3,17 @@
 //! Invariant: no table contains writes to a file that may not be overwritten.
 
 mod simple_path;
-mod inline_completion;
 mod vectored;
-mod pool;
-mod merge;
 mod nowait_first;
 mod engines;
-mod durable_writes;
 mod append_log;
+mod switches;
 
 use std::io;
 
 use nowait::Config;
 
-use crate::ablation::TableSelection;
+use crate::What;
 use crate::ablation::fixture::Fixture;
 use crate::ablation::gain_table::{Cell, Sample, Source, Table, cell};
 use crate::workload::{Direction, Order, Workload};
@@ -32,21 +29,21 @@ const RANDOM_READ: Workload = Workload {
 };
 
 /// The tables of `what`, in the order in which they are measured.
-pub(crate) fn all<'a>(fixture: &'a Fixture<'a>, what: TableSelection) -> Vec<Table<'a>> {
+pub(crate) fn all<'a>(fixture: &'a Fixture<'a>, what: What) -> Vec<Table<'a>> {
     let each = |one| match one {
-        TableSelection::Simple => vec![simple_path::table(fixture)],
-        TableSelection::Completion => inline_completion::table(fixture).into_iter().collect(),
-        TableSelection::Vectored => vectored::tables(fixture),
-        TableSelection::Pool => vec![pool::table(fixture)],
-        TableSelection::Merge => vec![merge::table(fixture)],
-        TableSelection::Nowait => nowait_first::tables(fixture).into(),
-        TableSelection::Durable => durable_writes::table(fixture).into_iter().collect(),
-        TableSelection::Log => vec![append_log::table(fixture)],
-        TableSelection::Engines => engines::tables(fixture),
-        TableSelection::All => Vec::new(),
+        What::Simple => vec![simple_path::table(fixture)],
+        What::Completion => switches::completion(fixture).into_iter().collect(),
+        What::Vectored => vectored::tables(fixture),
+        What::Pool => switches::pool(fixture).into_iter().collect(),
+        What::Merge => switches::merge(fixture).into_iter().collect(),
+        What::Nowait => nowait_first::tables(fixture).into(),
+        What::Durable => switches::durable(fixture).into_iter().collect(),
+        What::Log => vec![append_log::table(fixture)],
+        What::Engines => engines::tables(fixture),
+        What::All | What::Peers | What::Copy | What::Images | What::Isolation => Vec::new(),
     };
-    let is_chosen = |one: &TableSelection| what == TableSelection::All || what == *one;
-    TableSelection::EACH.into_iter().filter(is_chosen).flat_map(each).collect()
+    let is_chosen = |one: &What| what == What::All || what == *one;
+    What::TABLES.into_iter().filter(is_chosen).flat_map(each).collect()
 }
 
 /// The default, but every request is tried, however many are refused: no figure is silently that of

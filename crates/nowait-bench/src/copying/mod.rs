@@ -9,14 +9,14 @@ mod timed;
 mod copy_run;
 
 use std::io::Write;
-use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use crate::Bench;
 use crate::error::Error;
-use crate::report::{Entry, Machine, Report, Reporter, RunOptions};
+use crate::report::{Entry, Machine, Report, Reporter};
 use crate::table::{aligned, ratio, strings};
 use crate::test_file::temporary_directory;
 use copy_case::{CONTENTS, COPIERS, Content, Copier, NOWAIT, ROUTES, Route};
@@ -24,30 +24,11 @@ use copy_run::{CopyRun, CopySample};
 
 const MIB: u64 = 1 << 20;
 
-/// The options of the copy benchmark.
-#[derive(Clone, Debug)]
-pub struct CopyOptions {
-    /// The options of every measurement.
-    pub run: RunOptions,
-    /// The nowait program, which also serves.
-    pub nowait: PathBuf,
-    /// The directory for the files; `None` is `$TMPDIR`, or /var/tmp. It needs room for two full
-    /// disks and one more.
-    pub directory: Option<PathBuf>,
-    /// Bytes of a full disk, at least 1 MiB; a sparse disk has twice as many.
-    pub bytes: u64,
-}
-
-/// Measures, writes the result to `out` and returns it.
-///
-/// A copier that fails is left out of that table and named in the report.
-///
-/// # Errors
-/// [`Error::Option`]; [`Error::System`] if `out` cannot be written, or the files not be made.
-pub fn run_copies(options: &CopyOptions, out: &mut dyn Write) -> Result<Report, Error> {
-    Error::unless(options.bytes >= MIB, "bytes", "has to be 1 MiB or more")?;
-    let mut reporter = Reporter::begin(&options.run, out)?;
-    let directory = temporary_directory(options.directory.clone())
+/// Copies disks on every route.
+pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
+    let (args, nowait) = (&bench.args, bench.nowait()?);
+    let mut reporter = Reporter::begin(bench, out)?;
+    let directory = temporary_directory(args.directory.clone())
         .map_err(Error::system("making a directory for the files (name one with --directory)"))?;
     let scratch = TempDir::with_prefix("nowait-bench-")
         .map_err(Error::system("making a directory for sockets"))?;
@@ -59,18 +40,19 @@ pub fn run_copies(options: &CopyOptions, out: &mut dyn Write) -> Result<Report, 
     };
     let machine = Machine::this()?;
     let mut heading = format!(
-        "Linux {}, {}\n{} rounds, in turns; nothing of the source is in the page cache when a copy \
+        "{}\n{} rounds, in turns; nothing of the source is in the page cache when a copy \
          begins; the server is nowait's, past the page cache\n\
          * not flushed: what it wrote is on storage some time after it has ended\n",
-        machine.kernel, machine.processor, options.run.rounds
+        machine.line(),
+        args.rounds
     );
     heading.extend(missing.iter().map(|name| format!("{name}: not installed\n")));
     let count: usize = ROUTES.into_iter().map(|route| copiers(route).len()).sum();
     reporter.heading(heading, count * CONTENTS.len())?;
     'contents: for content in CONTENTS {
-        let bytes = content.factor * options.bytes / MIB * MIB;
+        let bytes = content.factor * args.size() / MIB * MIB;
         let (directory, scratch) = (directory.path(), scratch.path());
-        let copy_run = CopyRun { directory, scratch, nowait: &options.nowait, bytes };
+        let copy_run = CopyRun { directory, scratch, nowait, bytes };
         copy_run.prepare(content).map_err(Error::system("making the disks to copy"))?;
         for route in ROUTES {
             let name = |copier: &Copier| format!("{}: {}", route.name, copier.name);

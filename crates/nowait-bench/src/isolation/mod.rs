@@ -18,9 +18,10 @@ use nowait_nbd::Address;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use crate::Bench;
 use crate::client::{Client, ConnectOptions, Load, Payload, latency_histogram};
 use crate::error::Error;
-use crate::report::{Entry, Machine, Report, Reporter, RunOptions};
+use crate::report::{Entry, Machine, Report, Reporter};
 use crate::server::Server;
 use crate::table::{aligned, ratio, strings};
 use crate::test_file::{put_random, temporary_directory};
@@ -47,25 +48,11 @@ const READER: Workload = Workload {
     beside: None,
 };
 
-/// The options of the isolation benchmark.
-#[derive(Clone, Debug)]
-pub struct IsolationOptions {
-    /// The options of every measurement.
-    pub run: RunOptions,
-    /// The nowait program, which serves.
-    pub nowait: PathBuf,
-    /// Only rows whose title contains this text, and the reader alone, with which they are compared.
-    pub only: Option<String>,
-}
-
-/// Measures, writes the result to `out` and returns it.
-///
-/// Where no FUSE file system can be mounted, the report says so, and the disks on one are left out.
-///
-/// # Errors
-/// [`Error::Option`], [`Error::NoRow`]; [`Error::System`] if `out` cannot be written, or the files not be made.
-pub fn run_isolation(options: &IsolationOptions, out: &mut dyn Write) -> Result<Report, Error> {
-    let mut reporter = Reporter::begin(&options.run, out)?;
+/// Measures a reader beside each neighbour. Where no FUSE file system can be mounted, the report says so, and the disks on
+/// one are left out.
+pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
+    let nowait = bench.nowait()?;
+    let mut reporter = Reporter::begin(bench, out)?;
     let places = Places::make().map_err(Error::system("making disks in $TMPDIR or /var/tmp"))?;
     let mounted = HeldDisk::mount(&places.mount, DISK_BYTES);
     let no_disk = mounted.as_ref().err().map(|error| {
@@ -78,7 +65,7 @@ pub fn run_isolation(options: &IsolationOptions, out: &mut dyn Write) -> Result<
     let disk = mounted.ok();
     let is_there = |it: &Neighbour| disk.is_some() || it.answer().is_none();
     let mut neighbours: Vec<_> = Neighbour::ALL.into_iter().filter(is_there).collect();
-    if let Some(only) = &options.only {
+    if let Some(only) = &bench.args.only {
         neighbours.retain(|it| *it == Neighbour::None || it.to_string().contains(only));
         if neighbours.len() == 1 && !Neighbour::None.to_string().contains(only) {
             return Err(Error::NoRow { only: only.clone() });
@@ -86,17 +73,15 @@ pub fn run_isolation(options: &IsolationOptions, out: &mut dyn Write) -> Result<
     }
     let machine = Machine::this()?;
     let heading = format!(
-        "Linux {}, {}\none client with 4K random reads, depth 1, of one export; its neighbours use others of the \
-         same process\n{} rounds of {} s for each, in turns\n{}",
-        machine.kernel,
-        machine.processor,
-        options.run.rounds,
-        options.run.duration.as_secs_f64(),
+        "{}\none client with 4K random reads, depth 1, of one export; its neighbours use others of the \
+         same process\n{}\n{}",
+        machine.line(),
+        bench.rounds(""),
         left_out.iter().map(|line| format!("{line}\n")).collect::<String>()
     );
     reporter.heading(heading, neighbours.len() * queues.len())?;
     for queue in queues {
-        let scene = Scene { options, places: &places, disk: disk.as_ref(), queue };
+        let scene = Scene { bench, nowait, places: &places, disk: disk.as_ref(), queue };
         let title = |it: &Neighbour| format!("--queue {queue}: {it}");
         let failure = |it: &Neighbour, problem: &str| {
             let line = format!("{} failed: {problem}", title(it));
@@ -111,7 +96,7 @@ pub fn run_isolation(options: &IsolationOptions, out: &mut dyn Write) -> Result<
     }
     let ending: String =
         reporter.failure_lines().iter().map(|line| format!("\n{line}\n")).collect();
-    let seconds = options.run.duration.as_secs_f64();
+    let seconds = bench.args.duration().as_secs_f64();
     let head = json!({ "machine": machine.to_json(), "left_out": left_out, "seconds": seconds });
     reporter.end(("", ""), &ending, head, "tables")
 }
@@ -147,7 +132,8 @@ impl Places {
 
 /// The parameters of one measurement.
 struct Scene<'a> {
-    options: &'a IsolationOptions,
+    bench: &'a Bench,
+    nowait: &'a Path,
     places: &'a Places,
     disk: Option<&'a HeldDisk>,
     queue: &'static str,
@@ -172,7 +158,7 @@ impl Scene<'_> {
         self.disk.iter().for_each(|disk| disk.set(Answer::Zeros));
         let socket = scratch.path().join("socket");
         let listen = format!("unix:{}", socket.display());
-        let mut command = Command::new(&self.options.nowait);
+        let mut command = Command::new(self.nowait);
         command.args(["serve", "--read-only", "--format", "raw", "--direct", "auto"]);
         command.args(["--queue", self.queue, "--nbd", &listen]);
         let export = |name: &str, path: &Path| format!("{name}={}", path.display());
@@ -182,7 +168,7 @@ impl Scene<'_> {
     }
 
     fn measure_at(&self, server: &mut Server, neighbour: Neighbour) -> io::Result<Sample> {
-        let RunOptions { duration, stop, .. } = &self.options.run;
+        let (duration, stop) = (self.bench.args.duration(), &self.bench.stop);
         let mut reader = server.when_ready(|address| {
             let options = ConnectOptions { address, export: "good", certificates: None };
             Client::connect(&options, &READER, 1, 0..DISK_BYTES, Payload::Random)
@@ -199,7 +185,7 @@ impl Scene<'_> {
             }
         };
         let mut latencies_ns = latency_histogram()?;
-        let interval = reader.run_for(*duration, &mut latencies_ns, stop);
+        let interval = reader.run_for(duration, &mut latencies_ns, stop);
         let answers = client.map_or(0, NeighbourClient::stop);
         let interval = interval?;
         reader.finish()?;

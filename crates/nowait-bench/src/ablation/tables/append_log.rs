@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use nowait::{Log, LogOptions};
 use rustix::fs::OFlags;
 
-use crate::ablation::TableSelection;
+use crate::What;
 use crate::ablation::blocking_calls::{Block, calls, in_threads};
 use crate::ablation::fixture::Fixture;
 use crate::ablation::gain_table::{Metric, Row, Sample, Table, Unit, cell};
@@ -45,7 +45,7 @@ pub(crate) fn table<'a>(fixture: &'a Fixture<'a>) -> Table<'a> {
         Row { title, source: None, cells: vec![cell("a write each", each), cell("log", log)] }
     };
     Table {
-        what: TableSelection::Log,
+        what: What::Log,
         title: "records by one durable write each and by a log".to_owned(),
         unit: Unit::Iops,
         gain: Metric::OverFirst,

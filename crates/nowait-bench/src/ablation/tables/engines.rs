@@ -6,13 +6,14 @@ use std::{io, thread};
 
 use nowait::BlockingFile;
 
+use crate::What;
 use crate::ablation::async_loop::{self, AsyncApi};
 use crate::ablation::bare_ring::BareRing;
+use crate::ablation::blocking_calls;
 use crate::ablation::fio_engine::{self, FIO_ENGINES, FioEngine};
 use crate::ablation::fixture::{Fixture, Queue};
 use crate::ablation::gain_table::{Metric, Row, Sample, Table, Unit, cell};
 use crate::ablation::tables::{RANDOM_READ, every_request_tried};
-use crate::ablation::{TableSelection, blocking_calls};
 use crate::cpus::Placement;
 use crate::fio;
 use crate::workload::{Direction, Workload};
@@ -99,7 +100,7 @@ pub(crate) fn tables<'a>(fixture: &'a Fixture<'a>) -> Vec<Table<'a>> {
         Row { title: format!("depth {depth}"), source: None, cells }
     };
     let table = |&direction: &Direction| Table {
-        what: TableSelection::Engines,
+        what: What::Engines,
         title: format!("this engine and others, 4K random {}", direction.name()),
         unit: Unit::Iops,
         gain: Metric::FirstOver,

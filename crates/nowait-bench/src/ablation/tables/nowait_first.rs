@@ -9,7 +9,7 @@ use std::io;
 
 use nowait::{Config, Flags, OpenOptions, WorkerPool};
 
-use crate::ablation::TableSelection;
+use crate::What;
 use crate::ablation::bare_ring::BareRing;
 use crate::ablation::blocking_calls::{Gate, in_threads};
 use crate::ablation::closed_loop::{Interval, StopCondition, drive};
@@ -86,7 +86,7 @@ fn sparse() -> impl Iterator<Item = Case> {
 
 pub(crate) fn tables<'a>(fixture: &'a Fixture<'a>) -> [Table<'a>; 2] {
     let table = |title: &str, note: &str, rows| Table {
-        what: TableSelection::Nowait,
+        what: What::Nowait,
         title: title.to_owned(),
         unit: Unit::Iops,
         gain: Metric::OverFirst,

@@ -6,7 +6,7 @@ use std::io::{self, IoSliceMut};
 
 use nowait::{BlockingFile, Config};
 
-use crate::ablation::TableSelection;
+use crate::What;
 use crate::ablation::async_loop::{self, AsyncApi};
 use crate::ablation::blocking_calls::{Block, calls, whole};
 use crate::ablation::fixture::{Fixture, Queue};
@@ -95,7 +95,7 @@ pub(crate) fn table<'a>(fixture: &'a Fixture<'a>) -> Table<'a> {
         Row { title, source, cells }
     };
     Table {
-        what: TableSelection::Simple,
+        what: What::Simple,
         title: "simple path off and on".to_owned(),
         unit: Unit::Iops,
         gain: Metric::OverFirst,

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use nowait::{BlockingFile, Config, Flags, IoQueue, MAX_SEGMENTS, SingleDisk, WorkerPool};
 
-use crate::ablation::TableSelection;
+use crate::What;
 use crate::ablation::blocking_calls::{Block, calls, whole};
 use crate::ablation::delayed::Delayed;
 use crate::ablation::fixture::{Fixture, ring_engine};
@@ -53,7 +53,7 @@ impl Storage {
 
 pub(crate) fn tables<'a>(fixture: &'a Fixture<'a>) -> Vec<Table<'a>> {
     let table = |title: &str, note: &str, rows| Table {
-        what: TableSelection::Vectored,
+        what: What::Vectored,
         title: title.to_owned(),
         unit: Unit::MibPerSecond,
         gain: Metric::OverFirst,
