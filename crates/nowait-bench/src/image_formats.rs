@@ -6,11 +6,12 @@ use std::io::Write;
 
 use serde_json::{Value, json};
 
-use crate::Bench;
+use crate::bench::Bench;
 use crate::error::Error;
+use crate::machine::Machine;
 use crate::measurement::Runner;
 use crate::peers::only;
-use crate::report::{Entry, Machine, Report, Reporter};
+use crate::report::{Entry, Report, Reporter};
 use crate::samples::{Sample, cells, json as figures_json, titles};
 use crate::server::{Program, ServerKind, Servers};
 use crate::table::{aligned, ratio};

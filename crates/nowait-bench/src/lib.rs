@@ -23,14 +23,16 @@ mod certificates;
 mod process_stats;
 mod cpus;
 mod cancel;
+mod machine;
+mod test_file;
+mod server;
+mod args;
+mod bench;
 mod report;
 mod offsets;
 mod client;
 mod split_queue;
 mod vhost_client;
-mod test_file;
-mod server;
-mod args;
 mod test_images;
 mod fio;
 mod samples;
@@ -42,60 +44,28 @@ mod isolation;
 mod ablation;
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
 
 pub use args::{BenchArgs, What};
+pub use bench::Bench;
 pub use cancel::CancelFlag;
 pub use error::Error;
 pub use report::Report;
 pub use server::ServerKind;
 pub use workload::{Caching, ClientKind, Transport};
 
-/// A benchmark: what is measured and how, by the command line.
-#[derive(Clone, Debug)]
-pub struct Bench {
-    /// The command line.
-    pub args: BenchArgs,
-    /// The nowait program to measure; `None` measures the others alone.
-    pub nowait: Option<PathBuf>,
-    /// Ends the measurement early; the finished tables are reported.
-    pub stop: CancelFlag,
-}
-
-impl Bench {
-    /// Measures, writes the result to `out` and returns it. What fails is left out of its table, or named there, and named
-    /// in the report.
-    ///
-    /// # Errors
-    /// [`Error::NoRow`], [`Error::NoProgram`] and [`Error::File`] before anything is started, [`Error::NoServer`] if nothing
-    /// can be, [`Error::System`] if `out` or the page cannot be written or what is measured on cannot be made.
-    pub fn run(&self, out: &mut dyn Write) -> Result<Report, Error> {
-        match self.args.what {
-            What::Peers => peers::run(self, out),
-            What::Copy => copying::run(self, out),
-            What::Images => image_formats::run(self, out),
-            What::Isolation => isolation::run(self, out),
-            What::Nowait if !self.args.device.is_empty() => ablation::run_devices(self, out),
-            _ => ablation::run(self, out),
-        }
-    }
-
-    /// The nowait program, where nothing is measured without it.
-    fn nowait(&self) -> Result<&Path, Error> {
-        self.nowait.as_deref().ok_or(Error::NoServer)
-    }
-
-    /// The line of a report about the rounds, each of `what` in turns.
-    fn rounds(&self, what: &str) -> String {
-        let (rounds, seconds) = (self.args.rounds, self.args.duration().as_secs_f64());
-        format!("{rounds} rounds of {seconds} s for each{what}, in turns")
-    }
-
-    /// A benchmark with these words of the command line, of other servers alone.
-    #[cfg(test)]
-    pub(crate) fn of(words: &str) -> Self {
-        let line = std::iter::once("nowait-bench").chain(words.split(' '));
-        let args = <BenchArgs as clap::Parser>::parse_from(line);
-        Self { args, nowait: None, stop: CancelFlag::default() }
+/// Measures, writes the result to `out` and returns it. What fails is left out of its table, or named there, and named
+/// in the report.
+///
+/// # Errors
+/// [`Error::NoRow`], [`Error::NoProgram`] and [`Error::File`] before anything is started, [`Error::NoServer`] if nothing
+/// can be, [`Error::System`] if `out` or the page cannot be written or what is measured on cannot be made.
+pub fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
+    match bench.args.what {
+        What::Peers => peers::run(bench, out),
+        What::Copy => copying::run(bench, out),
+        What::Images => image_formats::run(bench, out),
+        What::Isolation => isolation::run(bench, out),
+        What::Nowait if !bench.args.device.is_empty() => ablation::run_devices(bench, out),
+        _ => ablation::run(bench, out),
     }
 }

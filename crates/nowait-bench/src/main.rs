@@ -26,7 +26,7 @@ fn run(args: BenchArgs) -> Result<(), CliError> {
     let failed = |error: Error| CliError::new(error.to_string());
     let stop = CancelFlag::on_signal().map_err(failed)?;
     let bench = Bench { args, nowait: Some(nowait()?), stop };
-    let report = bench.run(&mut io::stdout().lock()).map_err(failed)?;
+    let report = nowait_bench::run(&bench, &mut io::stdout().lock()).map_err(failed)?;
     match report.failures.first() {
         _ if report.interrupted => Err(CliError::new("interrupted, the tables above are complete")),
         Some(line) => Err(CliError::new(format!("not everything could be measured: {line}"))),

@@ -11,8 +11,8 @@ use nowait_nbd::Address;
 use rustix::time::ClockId;
 use tempfile::TempDir;
 
-use crate::Bench;
 use crate::address;
+use crate::bench::Bench;
 use crate::cancel::CancelFlag;
 use crate::certificates::Certificates;
 use crate::client::{Client, ConnectOptions, Interval, Load, Payload, latency_histogram};

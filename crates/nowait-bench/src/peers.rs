@@ -10,15 +10,16 @@ use std::path::Path;
 use nowait_nbd::Address;
 use serde_json::{Value, json};
 
-use crate::Bench;
 use crate::address;
 use crate::args::BenchArgs;
+use crate::bench::Bench;
 use crate::certificates::SUITE;
 use crate::error::Error;
 use crate::fio;
+use crate::machine::Machine;
 use crate::measurement::Runner;
 use crate::page::escaped;
-use crate::report::{Entry, Machine, Report, Reporter};
+use crate::report::{Entry, Report, Reporter};
 use crate::samples::{Sample, cells, json as figures_json, titles};
 use crate::server::{Program, ServerFiles, ServerKind, Servers};
 use crate::table::{aligned, html_cells, ratio};
@@ -449,7 +450,7 @@ mod tests {
     fn nothing_to_measure_is_an_error_before_a_file_is_created() {
         for (words, text) in [("--only x", "--only x: "), ("--servers nowait", "no server")] {
             let bench = Bench::of(&format!("peers {words}"));
-            let error = bench.run(&mut Vec::new()).err().map(|error| error.to_string());
+            let error = run(&bench, &mut Vec::new()).err().map(|error| error.to_string());
             assert!(error.as_ref().is_some_and(|error| error.starts_with(text)), "{error:?}");
         }
     }

@@ -22,7 +22,7 @@ use crate::address;
 use crate::certificates::Certificates;
 use crate::cpus::Placement;
 use crate::error::Error;
-use crate::report::Machine;
+use crate::machine::Machine;
 use crate::test_file::{Access, Format, Target};
 use crate::workload::{Caching, Conditions, Transport};
 

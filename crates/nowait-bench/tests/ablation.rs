@@ -6,7 +6,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
-use nowait_bench::{Bench, BenchArgs, CancelFlag, Error, Report, What};
+use nowait_bench::{Bench, BenchArgs, CancelFlag, Error, Report, What, run};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -30,7 +30,7 @@ fn options(what: What, file: &Path) -> Bench {
 
 fn measured(bench: &Bench) -> (Report, String) {
     let mut printed = Vec::new();
-    let report = bench.run(&mut printed).expect("a report");
+    let report = run(bench, &mut printed).expect("a report");
     (report, String::from_utf8(printed).expect("UTF-8"))
 }
 
@@ -254,7 +254,7 @@ fn the_page_is_self_contained_and_the_json_object_has_the_figures_of_the_text() 
         assert!(!page.contains(from_outside), "{from_outside}");
     }
     options.args.overwrite = false;
-    assert!(matches!(options.run(&mut Vec::new()), Err(Error::File { .. })));
+    assert!(matches!(run(&options, &mut Vec::new()), Err(Error::File { .. })));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt;
 
 use clap::Parser;
-use nowait_bench::{Bench, BenchArgs, CancelFlag};
+use nowait_bench::{Bench, BenchArgs, CancelFlag, run};
 use tempfile::TempDir;
 
 #[test]
@@ -23,7 +23,7 @@ fn a_server_that_does_not_start_is_reported_with_its_last_message_and_tried_once
     let line = ["nowait-bench"].iter().chain(&words).map(OsStr::new);
     let args = BenchArgs::parse_from(line.chain([OsStr::new("--file"), image.as_os_str()]));
     let bench = Bench { args, nowait: Some(program), stop: CancelFlag::default() };
-    let report = bench.run(&mut Vec::new()).expect("a report");
+    let report = run(&bench, &mut Vec::new()).expect("a report");
     assert_eq!(report.json["servers"][0]["version"], "nowait 0");
     assert_eq!(report.failures.len(), 1);
     assert!(report.failures[0].ends_with("no luck"), "{}", report.failures[0]);

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use clap::Parser;
 use nowait_bench::{
-    Bench, BenchArgs, CancelFlag, ClientKind, Error, Report, ServerKind, Transport,
+    Bench, BenchArgs, CancelFlag, ClientKind, Error, Report, ServerKind, Transport, run,
 };
 use serde_json::Value;
 use tempfile::TempDir;
@@ -55,7 +55,7 @@ fn once(file: &Path) -> Bench {
 /// installed.
 fn measured(bench: &Bench) -> Option<(Report, String)> {
     let mut printed = Vec::new();
-    match bench.run(&mut printed) {
+    match run(bench, &mut printed) {
         Ok(report) => {
             assert!(report.failures.is_empty(), "{:?}", report.failures);
             Some((report, String::from_utf8(printed).expect("UTF-8")))
@@ -221,7 +221,7 @@ fn images_are_measured_with_every_server_that_supports_them_and_removed_afterwar
     let mut images = bench("images --rounds 1");
     images.args.only = Some("read, depth 1".into());
     let mut printed = Vec::new();
-    let report = match images.run(&mut printed) {
+    let report = match run(&images, &mut printed) {
         Ok(report) => report,
         Err(e) => {
             assert!(matches!(e, Error::NoServer | Error::System { .. }), "{e}");

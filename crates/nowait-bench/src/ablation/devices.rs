@@ -16,11 +16,13 @@ use crate::ablation::fixture::BYTES_MAX;
 use crate::ablation::gain_table::{Metric, Row, Sample, Table, Unit, cell};
 use crate::ablation::measured_device::MeasuredDevice;
 use crate::ablation::{heading, keep_rows, report};
+use crate::args::What;
+use crate::bench::Bench;
 use crate::error::Error;
+use crate::machine::Machine;
 use crate::offsets::{Offsets, Region};
-use crate::report::{Machine, Report, Reporter};
+use crate::report::{Report, Reporter};
 use crate::workload::{Direction, Order, Workload};
-use crate::{Bench, What};
 
 /// Long enough to fill the part of a device that is used.
 const FILL_TIME: Duration = Duration::from_secs(3600);
@@ -167,7 +169,7 @@ mod tests {
 
     #[test]
     fn a_file_is_refused_by_name() {
-        let refused = Bench::of("nowait --device /dev/null").run(&mut Vec::new()).err();
+        let refused = run_devices(&Bench::of("nowait --device /dev/null"), &mut Vec::new()).err();
         let refused = refused.map(|error| error.to_string()).unwrap_or_default();
         assert_eq!(refused, "/dev/null: no block device (--file measures on a file)");
     }

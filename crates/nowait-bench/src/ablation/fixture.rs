@@ -16,9 +16,9 @@ use nowait::{
 };
 use tempfile::TempDir;
 
-use crate::Bench;
 use crate::ablation::closed_loop::{Interval, StopCondition, drive};
 use crate::ablation::gain_table::Sample;
+use crate::bench::Bench;
 use crate::cancel::CancelFlag;
 use crate::error::Error;
 use crate::offsets::{Offsets, Region};

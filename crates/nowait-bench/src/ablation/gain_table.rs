@@ -8,7 +8,7 @@ use std::io;
 use hdrhistogram::Histogram;
 use serde_json::{Value, json};
 
-use crate::What;
+use crate::args::What;
 use crate::report::Entry;
 use crate::table::MinMedianMax;
 

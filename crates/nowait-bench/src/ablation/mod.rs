@@ -29,9 +29,10 @@ use std::io::Write;
 
 use serde_json::{Value, json};
 
-use crate::Bench;
+use crate::bench::Bench;
 use crate::error::Error;
-use crate::report::{Machine, Report, Reporter};
+use crate::machine::Machine;
+use crate::report::{Report, Reporter};
 use crate::test_file::Target;
 use fixture::Fixture;
 use gain_table::{Row, Table, Variant};
@@ -123,7 +124,7 @@ mod tests {
     #[test]
     fn a_text_that_no_row_has_is_rejected() {
         let bench = Bench::of("pool --only none");
-        let error = bench.run(&mut Vec::new()).err().map(|error| error.to_string());
+        let error = run(&bench, &mut Vec::new()).err().map(|error| error.to_string());
         assert!(error.is_some_and(|text| text.starts_with("--only none: ")));
     }
 }

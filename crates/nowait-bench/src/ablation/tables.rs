@@ -13,9 +13,9 @@ use std::io;
 
 use nowait::Config;
 
-use crate::What;
 use crate::ablation::fixture::Fixture;
 use crate::ablation::gain_table::{Cell, Sample, Source, Table, cell};
+use crate::args::What;
 use crate::workload::{Direction, Order, Workload};
 
 const PAGE_BYTES: usize = 4096;

@@ -14,9 +14,10 @@ use std::process::{Command, Stdio};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::Bench;
+use crate::bench::Bench;
 use crate::error::Error;
-use crate::report::{Entry, Machine, Report, Reporter};
+use crate::machine::Machine;
+use crate::report::{Entry, Report, Reporter};
 use crate::table::{aligned, ratio, strings};
 use crate::test_file::temporary_directory;
 use copy_case::{CONTENTS, COPIERS, Content, Copier, NOWAIT, ROUTES, Route};

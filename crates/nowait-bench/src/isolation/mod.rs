@@ -18,10 +18,11 @@ use nowait_nbd::Address;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::Bench;
+use crate::bench::Bench;
 use crate::client::{Client, ConnectOptions, Load, Payload, latency_histogram};
 use crate::error::Error;
-use crate::report::{Entry, Machine, Report, Reporter};
+use crate::machine::Machine;
+use crate::report::{Entry, Report, Reporter};
 use crate::server::Server;
 use crate::table::{aligned, ratio, strings};
 use crate::test_file::{put_random, temporary_directory};

@@ -11,11 +11,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use nowait::{Log, LogOptions};
 use rustix::fs::OFlags;
 
-use crate::What;
 use crate::ablation::blocking_calls::{Block, calls, in_threads};
 use crate::ablation::fixture::Fixture;
 use crate::ablation::gain_table::{Metric, Row, Sample, Table, Unit, cell};
 use crate::ablation::tables::{PAGE_BYTES, RANDOM_READ};
+use crate::args::What;
 use crate::offsets::Offsets;
 use crate::workload::{Direction, Order, Workload};
 

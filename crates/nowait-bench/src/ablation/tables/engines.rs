@@ -6,7 +6,6 @@ use std::{io, thread};
 
 use nowait::BlockingFile;
 
-use crate::What;
 use crate::ablation::async_loop::{self, AsyncApi};
 use crate::ablation::bare_ring::BareRing;
 use crate::ablation::blocking_calls;
@@ -14,6 +13,7 @@ use crate::ablation::fio_engine::{self, FIO_ENGINES, FioEngine};
 use crate::ablation::fixture::{Fixture, Queue};
 use crate::ablation::gain_table::{Metric, Row, Sample, Table, Unit, cell};
 use crate::ablation::tables::{RANDOM_READ, every_request_tried};
+use crate::args::What;
 use crate::cpus::Placement;
 use crate::fio;
 use crate::workload::{Direction, Workload};

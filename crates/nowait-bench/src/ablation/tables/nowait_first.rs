@@ -9,7 +9,6 @@ use std::io;
 
 use nowait::{Config, Flags, OpenOptions, WorkerPool};
 
-use crate::What;
 use crate::ablation::bare_ring::BareRing;
 use crate::ablation::blocking_calls::{Gate, in_threads};
 use crate::ablation::closed_loop::{Interval, StopCondition, drive};
@@ -17,6 +16,7 @@ use crate::ablation::fixture::{Fixture, ring_engine};
 use crate::ablation::gain_table::{Metric, Row, Sample, Source, Table, Unit, cell};
 use crate::ablation::loop_device::LoopDevice;
 use crate::ablation::tables::{PAGE_BYTES, RANDOM_READ, every_request_tried, source};
+use crate::args::What;
 use crate::offsets::{Offsets, Region};
 use crate::workload::{Direction, Order, Workload};
 

@@ -6,12 +6,12 @@ use std::io::{self, IoSliceMut};
 
 use nowait::{BlockingFile, Config};
 
-use crate::What;
 use crate::ablation::async_loop::{self, AsyncApi};
 use crate::ablation::blocking_calls::{Block, calls, whole};
 use crate::ablation::fixture::{Fixture, Queue};
 use crate::ablation::gain_table::{Metric, Row, Sample, Source, Table, Unit};
 use crate::ablation::tables::{PAGE_BYTES, RANDOM_READ, every_request_tried, source, switched};
+use crate::args::What;
 use crate::workload::{Direction, Workload};
 
 const DEPTHS: [usize; 4] = [1, 128, 256, 512];

@@ -4,10 +4,10 @@
 
 use nowait::Config;
 
-use crate::What;
 use crate::ablation::fixture::{Fixture, Queue};
 use crate::ablation::gain_table::{Metric, Row, Source, Table, Unit};
 use crate::ablation::tables::{RANDOM_READ, every_request_tried, source, switched};
+use crate::args::What;
 use crate::workload::{Direction, Order, Workload};
 
 /// A row: its title, the queue, the load, the configuration without the switch, and the published figures.

@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use nowait::{BlockingFile, Config, Flags, IoQueue, MAX_SEGMENTS, SingleDisk, WorkerPool};
 
-use crate::What;
 use crate::ablation::blocking_calls::{Block, calls, whole};
 use crate::ablation::delayed::Delayed;
 use crate::ablation::fixture::{Fixture, ring_engine};
 use crate::ablation::gain_table::{Metric, Row, Sample, Source, Table, Unit, cell};
 use crate::ablation::tables::{PAGE_BYTES, every_request_tried, source, switched};
 use crate::ablation::vectored_io::{Load, Shape, VectoredIo};
+use crate::args::What;
 use crate::offsets::Offsets;
 use crate::workload::{Direction, Order};
 
