@@ -36,7 +36,7 @@ pub(crate) fn the_client(args: &ServerArgs) -> Result<Client, CliError> {
         all => {
             let all: Vec<_> = all.iter().map(|socket| socket.to_string_lossy()).collect();
             let all = plain(&all.join(", "));
-            Err(CliError::new(format!("several servers run; choose one by --control: {all}")))
+            Err(CliError::new(format!("several servers are running; choose one by --control: {all}")))
         }
     }
 }
@@ -51,7 +51,7 @@ pub(crate) fn at(socket: &Path) -> Result<Client, CliError> {
 
 /// There is no server to ask.
 pub(crate) fn no_server() -> CliError {
-    CliError::new("no server of this user runs (or it was started with --control off)")
+    CliError::new("no server of this user is running (or it was started with --control off)")
 }
 
 fn on_tcp(args: &ServerArgs, host: &str, port: u16) -> Result<Client, CliError> {

@@ -51,7 +51,7 @@ pub(crate) const OPTIONS: &[(&str, &[&str], &str)] = &[
         &["-s", "--size"],
         "the size is the second argument: 'nowait resize IMAGE 10G', or '+1G' for more",
     ),
-    ("info", &["--backing-chain"], "IMAGE names what it stands on: ask again for that"),
+    ("info", &["--backing-chain"], "IMAGE names its backing image: run the command on that"),
     ("info", &["-U", "--force-share"], "leave it out: IMAGE is only looked at, and may be in use"),
     (
         "copy",

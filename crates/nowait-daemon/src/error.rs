@@ -109,7 +109,7 @@ pub(crate) fn bind_failure(listen: &Address, error: &io::Error) -> CliError {
         && let Ok(there) = std::fs::symlink_metadata(path)
         && !there.file_type().is_socket()
     {
-        let what = if there.is_dir() { "a directory" } else { "a file and no socket" };
+        let what = if there.is_dir() { "a directory" } else { "a file, not a socket" };
         return CliError::new(format!("{at}: it is {what} (give {hint})"));
     }
     if error.kind() == io::ErrorKind::AddrInUse {

@@ -109,7 +109,7 @@ impl NeighbourClient {
         let mut reads = Reads { free: (0..depth).collect(), length, answers: 0, next: 0 };
         let read = move || {
             let mut connection = connection;
-            // It ends when the socket is shut down, or nothing is answered for long.
+            // The loop is over when the socket is shut down, or when no answer has come for SILENCE_MAX.
             while reads.send(&mut connection, bytes).is_ok()
                 && connection.receive(&mut reads).is_ok()
             {}

@@ -481,7 +481,7 @@ Examples:
 
 Exit status:
   0   a server answered
-  1   no server of this user runs, or it does not answer
+  1   no server of this user is running, or it does not answer
   2   wrong command line";
 
 const CONNECTIONS_AFTER_HELP: &str = "\
@@ -491,7 +491,7 @@ Examples:
 
 Exit status:
   0   done
-  1   there is no such connection; or no server of this user runs
+  1   there is no such connection; or no server of this user is running
   2   wrong command line";
 
 const EXPORT_AFTER_HELP: &str = "\
@@ -509,5 +509,5 @@ Examples:
 
 Exit status:
   0   done
-  1   refused by the server, and why; or no server of this user runs
+  1   refused by the server, and why; or no server of this user is running
   2   wrong command line";

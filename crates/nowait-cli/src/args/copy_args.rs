@@ -248,7 +248,7 @@ impl CopyArgs {
             ),
             (
                 self.bitmap.is_some() && !from_export,
-                "--bitmap is for NBD exports, and FROM is none",
+                "--bitmap is for NBD exports, and FROM is not one",
             ),
             (
                 self.tls_certs.is_some() && !has_tls,

@@ -35,5 +35,5 @@ Examples:
 
 Exit status:
   0   closed by a key or a signal, or printed
-  1   no server of this user runs, or it answers no more
+  1   no server of this user is running, or it answers no more
   2   wrong command line";

@@ -33,5 +33,5 @@ that --exit-with-parent watches, or that is process 1, cannot be upgraded.
 
 Exit status:
   0   the new program serves
-  1   the old program goes on, and why; or no server of this user runs
+  1   the old program goes on, and why; or no server of this user is running
   2   wrong command line";

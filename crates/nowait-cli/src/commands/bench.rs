@@ -25,7 +25,7 @@ pub(crate) fn run(args: &BenchArgs) -> CliError {
     let error = Command::new(program).args(&args.arguments).env("NOWAIT", &this).exec();
     match error.kind() {
         io::ErrorKind::NotFound => CliError::new(format!(
-            "{PROGRAM} is neither beside {} nor on PATH: 'cargo build --release' makes both, and \
+            "{PROGRAM} is neither beside {} nor on PATH: 'cargo build --release' builds both, and \
              'cargo install --path crates/nowait-bench' installs it",
             this.display()
         )),

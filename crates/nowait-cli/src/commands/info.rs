@@ -270,7 +270,7 @@ fn in_json(image: &Path, facts: &Facts) -> Value {
 }
 
 fn in_words(image: &Path, facts: &Facts) -> String {
-    let allocated = facts.allocated_bytes.map_or("not told by the device".into(), human);
+    let allocated = facts.allocated_bytes.map_or("not reported by the device".into(), human);
     let (data, holes) = match facts.layout {
         Some(l) => {
             let extents = if l.data_extents == 1 { "extent" } else { "extents" };
@@ -311,7 +311,7 @@ fn in_words(image: &Path, facts: &Facts) -> String {
     let note = facts.header.as_ref().and_then(|header| header.note.clone());
     lines.extend(note.map(|why| ("note", why)));
     if let (Some(signature), None) = (facts.signature, &facts.header) {
-        lines.push(("note", format!("begins like {}, and is taken for raw", signature.words())));
+        lines.push(("note", format!("begins like {}, but is opened as raw", signature.words())));
     }
     let mut text = String::new();
     for (name, value) in lines {

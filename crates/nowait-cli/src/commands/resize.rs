@@ -25,7 +25,7 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<(), CliError> {
     let Some(wanted) = args.change.of(old) else {
         return Err(CliError::at(
             path,
-            format_args!("a disk of {old} bytes cannot change by that"),
+            format_args!("a disk of {old} bytes cannot be resized by that much"),
         ));
     };
     let size = resize(&chain, wanted, args.shrink).map_err(|error| CliError::of_image(&error))?;

@@ -21,7 +21,7 @@ pub(crate) const HELP: [&str; 16] = [
     "READ MB/S   bytes that were read, in millions",
     "WRIT MB/S   bytes that were written, in millions",
     "ERRORS      requests that failed since the export was added",
-    "P50 P99     half and 99 of 100 of the last second took no longer",
+    "P50 P99     latency that 50 % and 99 % of requests did not exceed",
     "FLIGHT      requests that are not answered yet",
     "CLIENTS     connections and queues",
     "LIMIT       what the export, and each client, may do in a second",

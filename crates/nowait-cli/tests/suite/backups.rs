@@ -19,7 +19,7 @@ fn backup(it: &Controlled, arguments: &[&str]) -> String {
     it.nowait(&[&["export", "backup"], arguments].concat()).succeeds()
 }
 
-/// The line that refuses it.
+/// Runs `nowait export backup ACTION …`, which is refused; returns the line that says why.
 fn refused(it: &Controlled, arguments: &[&str]) -> String {
     it.nowait(&[&["export", "backup"], arguments].concat()).fails()
 }

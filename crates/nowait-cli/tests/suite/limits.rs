@@ -264,8 +264,8 @@ fn forty_clients_that_never_read_their_replies_get_bounded_memory_and_block_no_o
     }
 }
 
-/// Exports, and clients that each begin to write as much as one request may and do not end it.
 const EXPORTS: usize = 8;
+/// Clients that each send the header of the longest write and a part of its payload, and then no more.
 const UNFINISHED: usize = 16;
 /// Clients that do not read the reply to a long read.
 const UNREAD: usize = 8;

@@ -397,7 +397,7 @@ fn a_remote_image_gets_no_other_size_and_none_is_added_without_leave() {
     let proxy = in_front_of(&unix_uri(&behind.socket()), &options);
     let at = ["--control", socket.to_str().unwrap()];
     let refused = |words: &[&str]| refusal(&[words, &at].concat());
-    refused(&["export", "resize", "@0", "2M"]).says(&["the size that its server gives it"]);
+    refused(&["export", "resize", "@0", "2M"]).says(&["its size is that of the server behind it"]);
     refused(&["export", "add", "b", &unix_uri(&behind.socket())]).says(&["--allow-uri"]);
     proxy.connect().write(0, &[1; 512]).unwrap();
     proxy.stop();

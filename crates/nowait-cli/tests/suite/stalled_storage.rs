@@ -202,7 +202,7 @@ fn ends_on_sigterm(extra: &[&str]) {
     server.terminate();
     for line in [
         "nowait: stopping, 1 request left (a second signal terminates it immediately)",
-        "1 requests did not end within 10 s",
+        "1 requests did not complete within 10 s",
         "nowait: stopping, flushing",
         "not flushed: its storage did not answer",
     ] {

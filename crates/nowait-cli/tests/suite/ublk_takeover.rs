@@ -1,8 +1,8 @@
-//! A server is killed while it takes a ublk node over, at the points at which that has left drivers
-//! without a way to take the node over again.
+//! A server is killed while it takes over a ublk node, at each of the points where older drivers then let no
+//! other server take over the node.
 //!
-//! Invariant: the server that dies is this test program, in the guest: it makes the calls of a server
-//! by itself and ends between two of them.
+//! Invariant: this test program, in the guest, plays the server that is killed: it makes the same calls, and exits
+//! between two of them.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;

@@ -22,9 +22,9 @@ const OTHER_SPELLINGS: [(&str, &str); 8] = [
     ("socket", "nbd = [\"unix:PATH\"]"),
     ("port", "nbd = [\"tcp:HOST:PORT\"]"),
     ("bind", "nbd = [\"tcp:HOST:PORT\"]"),
-    ("description", "it stands in [[export]]"),
-    ("image", "it stands in [[export]]"),
-    ("name", "it stands in [[export]]"),
+    ("description", "it belongs in [[export]]"),
+    ("image", "it belongs in [[export]]"),
+    ("name", "it belongs in [[export]]"),
     ("queues", "threads"),
     ("shared", "max-connections"),
 ];

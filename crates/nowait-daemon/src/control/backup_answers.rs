@@ -49,7 +49,7 @@ pub(crate) fn start(
     start: StartBackup,
 ) -> Result<Vec<BackupInfo>, ControlError> {
     if ids.len() > 1 && (start.name.is_some() || start.scratch.is_some()) {
-        let why = "a name and a file for scratch are of one export only";
+        let why = "a name and a scratch file can only be given for a single export";
         return Err(ControlError::Invalid(why.into()));
     }
     let spec = |id: &ExportId| spec_of(exports, disks, allowed, *id, &start);
@@ -120,7 +120,7 @@ fn free_in(directory: &Path) -> u64 {
     rustix::fs::statvfs(directory).map_or(u64::MAX, |it| it.f_bavail.saturating_mul(it.f_frsize))
 }
 
-/// A refusal. It names its export if there are several.
+/// The answer to a backup that is refused; it names the export if there are several.
 fn refused(exports: &Exports, ids: &[ExportId], error: &BackupError) -> ControlError {
     let of = match ids.len() {
         0 | 1 => String::new(),

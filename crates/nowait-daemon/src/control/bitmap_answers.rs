@@ -32,7 +32,7 @@ pub(crate) fn info_of(status: BitmapStatus) -> BitmapInfo {
     }
 }
 
-/// One of the image whose bits are lost.
+/// A bitmap of the image whose bits are lost.
 pub(crate) fn info_of_lost(bitmap: Bitmap) -> BitmapInfo {
     let Bitmap { name, granularity, .. } = bitmap;
     BitmapInfo {
@@ -44,7 +44,7 @@ pub(crate) fn info_of_lost(bitmap: Bitmap) -> BitmapInfo {
     }
 }
 
-/// A refusal.
+/// The answer to a change of a bitmap that is refused.
 pub(crate) fn refused(error: BitmapError) -> ControlError {
     let why = error.to_string();
     match error {

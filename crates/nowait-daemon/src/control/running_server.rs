@@ -38,7 +38,7 @@ const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The most places where an export that is added can be reached beside the server's addresses.
 /// Beyond it: 400.
 const MAX_FRONTENDS: usize = 16;
-/// The most images below it that a request for an export names.
+/// The most backing images that a request for an export names.
 /// Beyond it: 400.
 const MAX_BACKINGS: usize = 16;
 
@@ -92,7 +92,7 @@ impl RunningServer {
         match *serving {
             Serving::Here => Ok(serving),
             Serving::Elsewhere => Err(ControlError::Unavailable(
-                "another process serves since an upgrade: ask it again".into(),
+                "another process has taken over in an upgrade: ask again".into(),
             )),
         }
     }
@@ -165,7 +165,7 @@ impl RunningServer {
     fn storages_below(&self, backing: &[String]) -> Result<NamedStorages, ControlError> {
         let Additions { common, allowed, .. } = &self.additions;
         if backing.len() > MAX_BACKINGS {
-            let why = format!("an export names at most {MAX_BACKINGS} images below it");
+            let why = format!("an export names at most {MAX_BACKINGS} backing images");
             return Err(ControlError::Invalid(why));
         }
         let mut storages = common.options.backing_storages.clone();

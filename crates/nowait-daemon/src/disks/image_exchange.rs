@@ -134,7 +134,7 @@ impl ImageExchange<'_> {
             self.with(|served| (served.disk.image.format(), served.disk.image.size()))?;
         if size < current && !shrink {
             return Err(conflict(format!(
-                "it would become smaller, {size} of {current} bytes, and lose what is behind that \
+                "it would shrink from {current} to {size} bytes, and lose what is behind that \
                  (if that is meant: shrink)"
             )));
         }
@@ -147,7 +147,7 @@ impl ImageExchange<'_> {
             return Err(conflict("it is read-only"));
         }
         if named.is_remote() {
-            return Err(conflict("it has the size that its server gives it"));
+            return Err(conflict("its size is that of the server behind it"));
         }
         let is_device = fs::metadata(&named.image).is_ok_and(|meta| !meta.is_file());
         if is_device || (format.is_raw() && size > current) {
@@ -261,7 +261,7 @@ impl ImageExchange<'_> {
         let stored = self.with(|served| served.disk.image.store_bitmaps())?;
         drop(paused);
         let changed = changed?;
-        stored.map_err(|error| failed(format!("it is changed, but not in the image: {error}")))?;
+        stored.map_err(|error| failed(format!("it is changed in this server, but not stored in the image: {error}")))?;
         Ok(changed)
     }
 

@@ -87,7 +87,7 @@ impl OpenedDisk {
             let Bitmap { name, granularity, auto, .. } = bitmap;
             let Some(mut bits) = bits else {
                 warn!(
-                    "{of}: bitmap {name:?} is not served: who wrote to the image last has not saved it"
+                    "{of}: bitmap {name:?} is not served: the program that wrote to the image last has not saved it"
                 );
                 continue;
             };

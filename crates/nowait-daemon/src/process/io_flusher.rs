@@ -40,7 +40,7 @@ fn refusal(error: io::Error) -> String {
         Some(libc::EPERM) => {
             "the capability CAP_SYS_RESOURCE is missing (be root, outside of containers)".into()
         }
-        Some(libc::EINVAL) => "the kernel cannot do it (Linux 5.6 can)".into(),
+        Some(libc::EINVAL) => "the kernel does not support it (Linux 5.6 does)".into(),
         _ => os_message(&error),
     }
 }

@@ -59,7 +59,7 @@ pub(crate) fn sockets() -> Result<Vec<(Listener, Address)>, CliError> {
         };
         let listener = Listener::inherited(socket).map_err(|error| refused(&os_message(&error)))?;
         let listen = address(&listener)
-            .ok_or_else(|| refused("it has no path that clients could be told"))?;
+            .ok_or_else(|| refused("it has no path that clients could connect to"))?;
         Ok((listener, listen))
     });
     taken.collect()
@@ -112,7 +112,7 @@ pub(crate) fn notify_ready(uris: &[String]) {
 pub(crate) fn notify_reloading() {
     match NotifyState::monotonic_usec_now() {
         Ok(now) => notify(&[NotifyState::Reloading, now]),
-        Err(error) => warn!("NOTIFY_SOCKET: no time of the reload: {}", os_message(&error)),
+        Err(error) => warn!("NOTIFY_SOCKET: cannot tell the time of the reload: {}", os_message(&error)),
     }
 }
 
@@ -159,7 +159,7 @@ pub(crate) fn connect() {
         let path = std::env::var_os("NOTIFY_SOCKET").filter(|path| !path.is_empty())?;
         let connected = connected(&path);
         let told = connected.inspect_err(|error| {
-            warn!("NOTIFY_SOCKET: the service manager cannot be told: {}", os_message(error));
+            warn!("NOTIFY_SOCKET: cannot notify the service manager: {}", os_message(error));
         });
         told.ok()
     });
@@ -181,7 +181,7 @@ fn notify(state: &[NotifyState<'_>]) {
     let Some(manager) = MANAGER.get().and_then(Option::as_ref) else { return };
     let lines: String = state.iter().map(|line| format!("{line}\n")).collect();
     if let Err(error) = manager.send(lines.as_bytes()) {
-        warn!("NOTIFY_SOCKET: the service manager cannot be told: {}", os_message(&error));
+        warn!("NOTIFY_SOCKET: cannot notify the service manager: {}", os_message(&error));
     }
 }
 

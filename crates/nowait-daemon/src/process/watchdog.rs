@@ -21,7 +21,7 @@ pub(crate) fn start(exports: Exports) {
     let Some(time) = time else { return };
     let thread = thread::Builder::new().name("watchdog".into());
     if let Err(error) = thread.spawn(move || feed(&exports, time)) {
-        warn!("WATCHDOG_USEC: no thread for it: {error}");
+        warn!("WATCHDOG_USEC: cannot start its thread: {error}");
     }
 }
 

@@ -118,7 +118,7 @@ pub(super) fn enter(files: &FileAccess) -> Result<Result<(), String>, CliError> 
     }
     let ruleset = match ruleset(files) {
         Ok(Some(ruleset)) => ruleset,
-        Ok(None) => return Ok(Err("this kernel does not have it, or not in use".into())),
+        Ok(None) => return Ok(Err("this kernel has no Landlock, or it is not enabled".into())),
         Err(error) => return Ok(Err(error.to_string())),
     };
     let mut kept = KEPT;

@@ -41,7 +41,7 @@ impl<'a> Flushed<'a> {
         let stopped = server.run(CLOSE_TIMEOUT).map_err(|e| CliError::at(&image, e))?;
         summary::log(&exports);
         if stopped.handed_over {
-            info!("another process serves now");
+            info!("another process is serving now");
             return Ok(Self { config, flushed: None, control, places });
         }
         warn_of_unfinished(stopped.unfinished);
@@ -90,7 +90,7 @@ fn is_control_given(config: &ServeConfig) -> bool {
 fn warn_of_unfinished(requests: usize) {
     if requests > 0 {
         let time = CLOSE_TIMEOUT.as_secs();
-        warn!("{requests} requests did not end within {time} s and were left");
+        warn!("{requests} requests did not complete within {time} s and were left");
     }
 }
 

@@ -141,7 +141,7 @@ pub(crate) fn reply(
     encoded(&match request == command.as_bytes() && !command.is_empty() {
         true => run(command),
         false => CredentialOutput::failed(
-            "is another one than when this server was started (restart it)",
+            "has changed since this server was started (restart it)",
         ),
     })
 }

@@ -72,9 +72,9 @@ pub(crate) enum Request {
     },
     /// End the program that was started.
     End,
-    /// Change these names, and no other ones, if asked to; comes at most once. Requests for addresses of hosts come to the
-    /// files of this message, and with a `command`, that of the program that gives credentials, requests for these to the last
-    /// one.
+    /// Names of files that later [`Request::Change`]s may be about; sent at most once. The files of this message are sockets:
+    /// requests for addresses of hosts arrive at all but the last one if there is a `command`, the program that prints
+    /// credentials, and requests for credentials at the last one.
     Keep {
         names: OwnedPaths,
         command: Option<String>,

@@ -91,7 +91,7 @@ pub(crate) trait OtherFiles {
     /// A file with a part of the disk of `image`, which is only read: one in the directory of `image`.
     ///
     /// # Errors
-    /// A refusal; the errno of a failed system call.
+    /// The reason why the image is refused; the errno of a failed system call.
     fn extent_file(
         &mut self,
         image: &ImageFile,
@@ -101,7 +101,7 @@ pub(crate) trait OtherFiles {
     /// The file with the data of `image`, which may be written to: one that the user has given.
     ///
     /// # Errors
-    /// A refusal; the errno of a failed system call.
+    /// The reason why the image is refused; the errno of a failed system call.
     fn data_file(&mut self, image: &ImageFile, name: &OsStr) -> Result<Arc<ImageFile>, ImageError>;
 }
 

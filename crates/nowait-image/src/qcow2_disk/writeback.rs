@@ -260,7 +260,7 @@ impl MetadataWriteback {
         if bytes > len.bytes && !injected_bug::injected(ImageBug::ForgetToGrow) {
             let step = bytes.next_multiple_of(len.step);
             let grown = self.file().set_len(step).map(|()| step);
-            // A limit may leave room for less than a step.
+            // A quota or a limit on file sizes may leave room for these bytes, but not for a whole step.
             let grown = grown.or_else(|_| self.file().set_len(bytes).map(|()| bytes));
             len.bytes = grown.map_err(|error| match error.errno() {
                 // A block device has a fixed size.

@@ -52,7 +52,7 @@ pub fn run_credential_processes_by(run: RunCredentialProcess) {
 pub(super) fn run(command: &str) -> CredentialOutput {
     if ONLY.get().is_some_and(|only| only != command) {
         return CredentialOutput::failed(
-            "is another one than when this server was started (restart it)",
+            "has changed since this server was started (restart it)",
         );
     }
     match RUN.get() {

@@ -32,12 +32,13 @@ pub const READ: (u64, u64) = (10, 20);
 pub const CACHED_BYTES: u64 = 300;
 const CONNECT: Duration = Duration::from_secs(5);
 
-/// What a server has sent before it ended the connection, to which everything can be written.
+/// A connection to a server that sends these bytes after the first request, and then closes. It takes all that is written.
 struct Canned {
     bytes: Vec<u8>,
     sent: usize,
-    /// Whether a request has come, and who waits for that.
+    /// Whether something was written: the request.
     is_asked: bool,
+    /// The task that reads, woken by the request.
     asked: Option<Waker>,
 }
 

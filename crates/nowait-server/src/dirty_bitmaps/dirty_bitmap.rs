@@ -105,7 +105,7 @@ impl DirtyBitmap {
         self.granules_of(size) <= self.granules() || !self.is_rest_dirty.load(SeqCst)
     }
 
-    /// Bytes of memory that its bits have.
+    /// Bytes of memory that its bits take.
     pub(super) fn bytes(&self) -> u64 {
         bytes_for(self.granules())
     }

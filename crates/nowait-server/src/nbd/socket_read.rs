@@ -80,8 +80,8 @@ impl Connection {
         let mut none = [];
         let missing = session.payload.as_mut().map_or(&mut none[..], |p| p.missing());
         let to_payload = missing.len().min(context.quantum as usize);
-        // Bytes after the payload are received only with its last bytes, and not if they are
-        // payload.
+        // The next requests are received into `scratch` only together with the last bytes of the payload: bytes
+        // that follow earlier are payload themselves.
         let more = session.incoming_split.as_ref().is_some_and(IncomingSplitWrite::has_more);
         let end = if more || to_payload < missing.len() { unparsed_len } else { RECEIVE_BYTES };
         let mut pieces = [

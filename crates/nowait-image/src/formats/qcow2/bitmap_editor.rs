@@ -1,5 +1,4 @@
-//! Changes of the list of bitmaps of a qcow2 image that no request uses: bitmaps are added, removed, and given clusters for
-//! all of their bits.
+//! Bitmaps of a qcow2 image that is not being served are added and removed, and get clusters for all of their bits.
 //!
 //! Invariant: a kill or a power cut at any step leaves the old list or the new one, with leaked clusters at worst. No
 //! cluster is allocated that was in the file before, whatever the refcounts say; on a block device these are checked.
@@ -69,7 +68,7 @@ impl<'a> BitmapEditor<'a> {
     /// For the image in `file`, which is open for writing.
     ///
     /// # Errors
-    /// A refusal of a list that is damaged or too long; those of the file.
+    /// The list is damaged or too long; errors of the file.
     pub(crate) fn open(file: &'a ImageFile, header: &Header) -> Result<Self, ImageError> {
         let refused = |why: &str| Err(ImageError::refused(file.path(), why));
         let failed = |error: io::Error| ImageError::os(file.path(), "read its bitmaps", &error);

@@ -111,7 +111,7 @@ impl Header {
     /// header.
     ///
     /// # Errors
-    /// A refusal where there is no such snapshot, or its entry is damaged; the errno of a failed read.
+    /// There is no such snapshot, or its entry is damaged; the errno of a failed read.
     pub(crate) fn of_snapshot(&self, file: &ImageFile, wanted: &OsStr) -> Result<Self, ImageError> {
         let refused = |why: String| ImageError::refused(file.path(), why);
         let shown = plain(&wanted.to_string_lossy());
