@@ -7,6 +7,7 @@
 use std::future::poll_fn;
 use std::sync::{Arc, LazyLock};
 
+use crate::api::handle_disk::HandleDisk;
 use crate::api::oneshot::oneshot;
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
@@ -53,12 +54,18 @@ pub(crate) fn start(device: u64, run: Box<dyn FnOnce() + Send>) {
 /// # Errors
 /// `EIO` if the call has panicked.
 pub(crate) async fn call<T: Send + 'static>(
-    disk: Arc<BlockDevice<dyn BlockMap>>,
+    disk: HandleDisk,
     make: impl FnOnce(&BlockDevice<dyn BlockMap>) -> T + Send + 'static,
 ) -> Result<T, Error> {
     let (sender, mut receiver) = oneshot();
     let device = Arc::as_ptr(&disk).cast::<()>() as u64;
-    start(device, Box::new(move || sender.complete(make(&disk))));
+    let run = move || {
+        let result = make(&disk);
+        // A lock that ends with this call has ended when the task learns of it.
+        drop(disk);
+        sender.complete(result);
+    };
+    start(device, Box::new(run));
     let answer = poll_fn(|context| receiver.poll(context.waker())).await;
     answer.ok_or(Error::new(libc::EIO, Operation::Wait))
 }
@@ -68,7 +75,7 @@ pub(crate) async fn call<T: Send + 'static>(
 /// # Errors
 /// Those of the call; `EIO` if it has panicked.
 pub(crate) async fn call_fallible<T: Send + 'static>(
-    disk: Arc<BlockDevice<dyn BlockMap>>,
+    disk: HandleDisk,
     make: impl FnOnce(&BlockDevice<dyn BlockMap>) -> Result<T, Error> + Send + 'static,
 ) -> Result<T, Error> {
     call(disk, make).await.and_then(|done| done)
@@ -76,7 +83,7 @@ pub(crate) async fn call_fallible<T: Send + 'static>(
 
 /// Appends `buffer`, and gives it back with the position of its first byte.
 pub(crate) async fn append(
-    disk: Arc<BlockDevice<dyn BlockMap>>,
+    disk: HandleDisk,
     buffer: IoBuffer,
     flags: Flags,
 ) -> (Result<u64, Error>, IoBuffer) {

@@ -4,6 +4,7 @@ pub(crate) mod blocking_file;
 mod blocking_file_calls;
 mod process_workers;
 mod oneshot;
+mod handle_disk;
 pub(crate) mod file_call;
 mod file_turns;
 mod timed_request;

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::block::allocate_ahead::{AheadTarget, AllocateAhead};
 use crate::block::allocation_cache::AllocationCache;
 use crate::block::block_map::{BlockMap, Extent, Intent, LinearMap, WouldBlock};
+use crate::block::device_file::DeviceFile;
 use crate::block::flush_coalescer::FlushCoalescer;
 use crate::block::range_lock::RangeLocks;
 use crate::block::waiting_flushes::WaitingFlushes;
@@ -66,7 +67,7 @@ pub struct BlockDevice<M: BlockMap + ?Sized> {
     /// was last seen.
     limit: AtomicU64,
     /// The primary storage, if the device was opened as a file.
-    pub(super) file: Option<Arc<FileStorage>>,
+    pub(super) file: Option<DeviceFile>,
     /// Each write goes to the end of the file.
     pub(super) appends: bool,
     read_only: bool,

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use crate::block::allocation_cache::AllocationCache;
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
+use crate::block::device_file::DeviceFile;
 use crate::storage::Storage;
 use crate::storage::file::FileStorage;
 use crate::storage::file_calls::{Allocate, FileLock};
@@ -50,7 +51,7 @@ impl BlockDevice<AllocationCache> {
                 Self::mapped(storage.clone(), Vec::new(), size, options.read_only, map)
             }
         };
-        device.file = Some(storage.clone());
+        device.file = Some(DeviceFile::new(storage.clone()));
         device.appends = options.append;
         Ok(device.of_file(storage, options))
     }
@@ -145,7 +146,10 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
     }
 
     /// Locks the file against other handles of any process that lock it (flock(2)), and waits for
-    /// these. A lock that the handle has already is changed, not atomically. It ends with the handle.
+    /// these. A lock that the handle has already is changed, not atomically. It ends with the process, with
+    /// [`BlockDevice::unlock`], with the last clone of the [`AsyncFile`](crate::AsyncFile) or
+    /// [`LocalAsyncFile`](crate::LocalAsyncFile) that has opened the file and the requests that they have left, or
+    /// with the device, which an engine and its workers may have a moment longer than the last request (C87).
     ///
     /// # Errors
     /// The errno of flock(2): `ENOLCK`; `EOPNOTSUPP` if the device was opened as a disk.
@@ -167,6 +171,18 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
     /// As [`BlockDevice::lock`].
     pub fn unlock(&self) -> Result<(), Error> {
         self.as_file()?.unlock()
+    }
+
+    /// Whether the device was locked, and not unlocked since.
+    pub(crate) fn is_locked(&self) -> bool {
+        self.file.as_ref().is_some_and(|file| file.is_locked())
+    }
+
+    /// Ends the lock, if there is one.
+    pub(crate) fn end_lock(&self) {
+        if let Some(file) = &self.file {
+            file.end_lock();
+        }
     }
 
     /// Gives a name to a file that was opened as an [`OpenOptions::unnamed`] one. To have it there

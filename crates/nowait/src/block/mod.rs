@@ -9,6 +9,7 @@ pub(crate) mod write_guard;
 pub(crate) mod block_map;
 pub(crate) mod allocation_cache;
 pub(crate) mod allocate_ahead;
+mod device_file;
 pub(crate) mod device;
 pub(crate) mod guarded_map;
 mod file_requests;

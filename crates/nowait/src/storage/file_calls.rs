@@ -111,6 +111,18 @@ impl FileStorage {
         flock(&self.buffered, FlockOperation::Unlock)
     }
 
+    /// Whether the file was locked through this handle, and the lock has not ended.
+    pub(crate) fn is_locked(&self) -> bool {
+        self.locked.load(Ordering::Relaxed)
+    }
+
+    /// Ends the lock, if there is one.
+    pub(crate) fn end_lock(&self) {
+        if self.locked.swap(false, Ordering::Relaxed) {
+            let _ = self.unlock();
+        }
+    }
+
     /// Gives the file a name.
     pub(crate) fn link(&self, path: &Path) -> Result<(), Error> {
         let from = format!("/proc/self/fd/{}", self.buffered.as_raw_fd());
@@ -123,9 +135,7 @@ impl Drop for FileStorage {
     /// Unlocks the file: a process that is being started has copies of all descriptors until it
     /// executes its program, and a lock lives as long as any of them.
     fn drop(&mut self) {
-        if *self.locked.get_mut() {
-            let _ = self.unlock();
-        }
+        self.end_lock();
     }
 }
 

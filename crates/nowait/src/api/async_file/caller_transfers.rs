@@ -179,6 +179,8 @@ impl CallerTransfer {
         file.refusals.count(!is_done);
         if is_done {
             let bytes = io.range.len as usize;
+            // The task may rely on the lock of a file that it has closed before.
+            drop(file);
             request.sender.complete((Ok(bytes), request.buffer));
         } else {
             file.channel.send_again(file.number, request);

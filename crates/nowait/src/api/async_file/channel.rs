@@ -15,6 +15,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::api::async_file::async_request::AsyncRequest;
 use crate::api::async_file::caller_transfers::CallerTransfers;
 use crate::api::file_turns::{FileTurns, Turn};
+use crate::api::handle_disk::HandleDisk;
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
 use crate::types::error::{Error, Operation};
@@ -33,6 +34,8 @@ pub(crate) enum ChannelState {
 /// A file, as the channel knows it.
 struct ChannelFile {
     disk: Arc<BlockDevice<dyn BlockMap>>,
+    /// The device of a closed file that had requests, which ends its lock.
+    closed: Option<HandleDisk>,
     /// The wakers of tasks that found the list full, by waiter ID.
     waiting: HashMap<u64, Waker>,
 }
@@ -113,7 +116,7 @@ impl Channel {
             ChannelState::Closed => Ok(None),
             ChannelState::Open => {
                 contents.open += 1;
-                let file = ChannelFile { disk, waiting: HashMap::new() };
+                let file = ChannelFile { disk, closed: None, waiting: HashMap::new() };
                 Ok(Some(contents.files.add(file)))
             }
         }
@@ -258,6 +261,12 @@ impl Channel {
         }
     }
 
+    /// Counts requests that have ended, so that a file without others may be closed.
+    pub(crate) fn count_ended(&self, ended: &mut Vec<u32>) {
+        let mut contents = self.lock();
+        ended.drain(..).for_each(|file| contents.files.ended(file));
+    }
+
     /// Puts a request that the engine did not take back to the front of its file's list.
     pub(crate) fn put_back(&self, file: u32, request: AsyncRequest) {
         self.lock().files.put_back(file, request);
@@ -272,9 +281,15 @@ impl Channel {
     }
 
     /// Closes a file: it has no handle and no unsent request. The driver ends when the last file is
-    /// closed and its requests have ended.
-    pub(crate) fn close(&self, file: u32) {
+    /// closed and its requests have ended. Until then it has `disk`.
+    pub(crate) fn close(&self, file: u32, disk: &HandleDisk) {
         let mut contents = self.lock();
+        let files = &mut contents.files;
+        if files.waiting(file) + files.in_engine(file) > 0
+            && let Some(state) = files.state(file)
+        {
+            state.closed = Some(disk.clone());
+        }
         contents.open -= 1;
         contents.closed.push(file);
         if contents.open == 0 && contents.phase == ChannelState::Open {
@@ -308,6 +323,7 @@ mod tests {
     use crate::api::async_file::async_request::Answer;
     use crate::api::oneshot::{Receiver, oneshot};
     use crate::memory::io_buffer::IoBuffer;
+    use crate::storage::file_calls::FileLock;
     use crate::storage::open_options::OpenOptions;
     use crate::types::byte_range::ByteRange;
     use crate::types::request::{Op, Request};
@@ -326,6 +342,10 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(4096).unwrap();
         Arc::new(BlockDevice::open(file.path(), OpenOptions::default()).unwrap())
+    }
+
+    fn given() -> HandleDisk {
+        HandleDisk::given(disk())
     }
 
     /// A channel with that many open files.
@@ -420,7 +440,7 @@ mod tests {
         assert_eq!((errno(before), errno(after)), (Some(libc::ENXIO), Some(libc::ENXIO)));
         assert_eq!(channel.open(disk()).unwrap_err().errno(), libc::ENXIO);
         assert_eq!(channel.open_files(), None);
-        channel.close(file);
+        channel.close(file, &given());
     }
 
     #[test]
@@ -428,19 +448,48 @@ mod tests {
         let (channel, [one, other]) = channel(9);
         let mut batch = Batch::default();
         [one, one, other].into_iter().for_each(|file| send(&channel, file));
-        channel.close(one);
+        channel.close(one, &given());
         assert_eq!(take(&channel, &mut batch, 1), (vec![one], ChannelState::Open));
         assert_eq!(take(&channel, &mut batch, 9), (vec![other, one], ChannelState::Open));
         batch.ended.extend([one, other]);
         assert_eq!(take(&channel, &mut batch, 9), (vec![], ChannelState::Open));
         assert!(batch.detached.is_empty(), "one request is left");
-        channel.close(other);
+        channel.close(other, &given());
         batch.ended.push(one);
         assert!(channel.open(disk()).unwrap().is_none(), "no file is open");
         assert_eq!(take(&channel, &mut batch, 9), (vec![], ChannelState::Closed));
         assert_eq!(batch.detached, [one, other]);
         channel.forget(&mut batch);
         assert!(channel.disk(one).is_none() && channel.disk(other).is_none());
+    }
+
+    #[test]
+    fn c87_the_lock_of_a_closed_file_lasts_until_its_last_request_has_ended() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let open = || BlockDevice::open_file(file.path(), OpenOptions::new()).unwrap();
+        let is_free = || open().try_lock(FileLock::Exclusive).is_ok();
+        for has_request in [true, false] {
+            let disk: Arc<BlockDevice<dyn BlockMap>> = Arc::new(open());
+            disk.try_lock(FileLock::Exclusive).unwrap();
+            let channel = Channel::new(9, None).unwrap();
+            let (number, mut batch) =
+                (channel.open(disk.clone()).unwrap().unwrap(), Batch::default());
+            if has_request {
+                send(&channel, number);
+                assert_eq!(take(&channel, &mut batch, 1).0, [number]);
+            }
+            let handle = HandleDisk::opened(disk.clone());
+            channel.close(number, &handle);
+            assert!(!is_free());
+            drop(handle);
+            assert_eq!(is_free(), !has_request);
+            if has_request {
+                channel.count_ended(&mut vec![number]);
+            }
+            take(&channel, &mut batch, 1);
+            channel.forget(&mut batch);
+            assert!(is_free());
+        }
     }
 
     #[test]

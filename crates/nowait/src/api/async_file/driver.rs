@@ -138,8 +138,7 @@ impl<Q: IoQueue> Driver<Q> {
     /// Submits one request. Returns it if it must wait until a request in flight has ended.
     fn submit(&mut self, file: u32, request: AsyncRequest) -> Option<AsyncRequest> {
         if let Err(error) = self.attach(file) {
-            self.batch.ended.push(file);
-            request.refuse(error);
+            self.answer(file, request, Err(error));
             return None;
         }
         let device = self.devices.get(file as usize)?.as_ref()?;
@@ -167,8 +166,7 @@ impl<Q: IoQueue> Driver<Q> {
         if error.errno() == libc::EAGAIN && may_wait {
             return Some(request);
         }
-        self.batch.ended.push(file);
-        request.refuse(error);
+        self.answer(file, request, Err(error));
         None
     }
 
@@ -205,10 +203,19 @@ impl<Q: IoQueue> Driver<Q> {
         while let Some(completion) = self.engine.next() {
             let tag = completion.tag as usize;
             let Some((file, request)) = self.in_flight.try_remove(tag) else { continue };
-            self.batch.ended.push(file);
-            let result = completion.result().map(|bytes| bytes as usize);
-            request.sender.complete((result, request.buffer));
+            self.answer(file, request, completion.result().map(|bytes| bytes as usize));
         }
+    }
+
+    /// Answers a request that has begun. Its task may close the file then, and a lock ends with the last request:
+    /// that one is counted before.
+    fn answer(&mut self, file: u32, request: AsyncRequest, result: Result<usize, Error>) {
+        self.batch.ended.push(file);
+        let device = self.devices.get(file as usize).and_then(Option::as_ref);
+        if device.is_some_and(|device| device.disk().is_locked()) {
+            self.channel.count_ended(&mut self.batch.ended);
+        }
+        request.sender.complete((result, request.buffer));
     }
 }
 

@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use crate::api::handle_disk::HandleDisk;
 use crate::api::oneshot::{Receiver, oneshot};
 use crate::api::timed_request::TimedRequest;
 use crate::block::block_map::BlockMap;
@@ -115,7 +116,7 @@ struct AsyncFileInner {
     channel: Arc<Channel>,
     /// The number of the file in the channel.
     number: u32,
-    disk: Arc<BlockDevice<dyn BlockMap>>,
+    disk: HandleDisk,
     simple_path: SimplePath,
     /// Transfers in flight that callers have submitted themselves.
     transfers: AtomicU32,
@@ -128,7 +129,7 @@ struct AsyncFileInner {
 
 impl Drop for AsyncFileInner {
     fn drop(&mut self) {
-        self.channel.close(self.number);
+        self.channel.close(self.number, &self.disk);
     }
 }
 
@@ -139,7 +140,7 @@ impl AsyncFile {
     /// # Errors
     /// As [`BlockDevice::open_file`] and [`AsyncFile::new`].
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
-        Self::new(Arc::new(BlockDevice::open_file(path, options)?))
+        Self::of(HandleDisk::opened(Arc::new(BlockDevice::open_file(path, options)?)))
     }
 
     /// The async API of `disk`, a device of any map, which engines and other APIs may serve at the same
@@ -153,7 +154,11 @@ impl AsyncFile {
     /// `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: there is no thread yet, and a descriptor or the thread
     /// could not be made.
     pub fn new(disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<Self, Error> {
-        let (channel, number) = engine_threads::open(disk.clone())?;
+        Self::of(HandleDisk::given(disk))
+    }
+
+    fn of(disk: HandleDisk) -> Result<Self, Error> {
+        let (channel, number) = engine_threads::open(Arc::clone(&disk))?;
         Ok(Self::with(channel, number, disk))
     }
 
@@ -183,10 +188,10 @@ impl AsyncFile {
         // A channel with an open file, or without an earlier one, is open.
         let closed = Error::new(libc::EIO, Operation::SetUp);
         let number = channel.open(disk.clone())?.ok_or(closed)?;
-        Ok(Self::with(channel, number, disk))
+        Ok(Self::with(channel, number, HandleDisk::given(disk)))
     }
 
-    fn with(channel: Arc<Channel>, number: u32, disk: Arc<BlockDevice<dyn BlockMap>>) -> Self {
+    fn with(channel: Arc<Channel>, number: u32, disk: HandleDisk) -> Self {
         let simple_path = SimplePath::new(&disk, &Config::default());
         let [transfers, ended_inline] = [0, 0].map(AtomicU32::new);
         let shared = Arc::new(AsyncFileInner {

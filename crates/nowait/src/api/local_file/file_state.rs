@@ -3,17 +3,15 @@
 //! Invariant: the engine has no request of a file whose state is dropped.
 
 use std::rc::Rc;
-use std::sync::Arc;
 
+use crate::api::handle_disk::HandleDisk;
 use crate::api::local_file::shared_engine::SharedEngine;
-use crate::block::block_map::BlockMap;
-use crate::block::device::BlockDevice;
 
 pub(crate) struct FileState {
     pub(crate) engine: Rc<SharedEngine>,
     /// The number of the file in the engine.
     pub(crate) number: u32,
-    pub(crate) disk: Arc<BlockDevice<dyn BlockMap>>,
+    pub(crate) disk: HandleDisk,
 }
 
 impl Drop for FileState {

@@ -69,7 +69,8 @@ impl LocalAsyncFile {
         self.call(|disk| disk.metadata())
     }
 
-    /// Locks the file against the handles that lock it, without waiting.
+    /// Locks the file against the handles that lock it, without waiting. The lock ends with the last clone of a file that
+    /// was opened by its path, and otherwise with the device (C87).
     ///
     /// # Errors
     /// As [`BlockDevice::try_lock`].

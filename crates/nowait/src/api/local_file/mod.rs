@@ -24,6 +24,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::api::handle_disk::HandleDisk;
 use crate::api::timed_request::TimedRequest;
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
@@ -102,7 +103,8 @@ impl LocalAsyncFile {
     /// # Errors
     /// As [`BlockDevice::open_file`] and [`LocalAsyncFile::new`].
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
-        Self::new(Arc::new(BlockDevice::open_file(path, options)?))
+        let disk = HandleDisk::opened(Arc::new(BlockDevice::open_file(path, options)?));
+        Self::on(thread_engines::shared()?, disk)
     }
 
     /// The async API of `disk`, a device of any map, for this thread; engines and other APIs, also
@@ -114,7 +116,7 @@ impl LocalAsyncFile {
     /// `EMFILE`, `ENFILE`, `ENOMEM`: a descriptor could not be made. `ECANCELED`: the thread is
     /// ending, and its thread-local values are being dropped.
     pub fn new(disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<Self, Error> {
-        Self::on(thread_engines::shared()?, disk)
+        Self::on(thread_engines::shared()?, HandleDisk::given(disk))
     }
 
     /// A file with an engine of its own, on `queue`, which was made on this thread. Others share that
@@ -129,7 +131,7 @@ impl LocalAsyncFile {
         config: Config,
     ) -> Result<Self, Error> {
         let engine: Engine<Q, dyn BlockMap> = Engine::new(queue, workers, config)?;
-        Self::on(thread_engines::register(Box::new(engine))?, disk)
+        Self::on(thread_engines::register(Box::new(engine))?, HandleDisk::given(disk))
     }
 
     /// The async API of another device, on the engine of this file.
@@ -137,11 +139,11 @@ impl LocalAsyncFile {
     /// # Errors
     /// As [`LocalAsyncFile::new`]; the queue's, if it has failed.
     pub fn another(&self, disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<Self, Error> {
-        Self::on(self.state.engine.clone(), disk)
+        Self::on(self.state.engine.clone(), HandleDisk::given(disk))
     }
 
-    fn on(engine: Rc<SharedEngine>, disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<Self, Error> {
-        let number = engine.requests.borrow_mut().open(disk.clone())?;
+    fn on(engine: Rc<SharedEngine>, disk: HandleDisk) -> Result<Self, Error> {
+        let number = engine.requests.borrow_mut().open(Arc::clone(&disk))?;
         let state = Rc::new(FileState { engine, number, disk });
         Ok(Self { state, flags: Flags::NONE, timeout: None })
     }

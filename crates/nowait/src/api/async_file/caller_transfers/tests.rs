@@ -121,7 +121,7 @@ fn a_caller_submits_nothing_while_the_file_has_its_share_or_the_driver_has_reque
 fn a_file_with_a_queue_of_its_own_has_no_transfers_of_callers() {
     let dir = tempfile::tempdir().unwrap();
     let Some(file) = file(&dir) else { return };
-    let (config, disk) = (Config::default(), file.shared.disk.clone());
+    let (config, disk) = (Config::default(), Arc::clone(&file.shared.disk));
     let make = move || QueueKind::Auto.open(config.slots);
     let own = AsyncFile::with_queue(disk, WorkerPool::new(1), config, make).unwrap();
     assert_eq!(attempt(&own, Op::Read, Flags::NONE, 0, BLOCK), None);
@@ -229,7 +229,7 @@ fn c46_after_a_failure_no_transfer_begins_and_those_in_flight_are_waited_for() {
     let dir = tempfile::tempdir().unwrap();
     let Some(shared) = file(&dir) else { return };
     let channel = Arc::new(Channel::new(8, CallerTransfers::new()).unwrap());
-    let file = AsyncFile::on(channel.clone(), shared.shared.disk.clone()).unwrap();
+    let file = AsyncFile::on(channel.clone(), Arc::clone(&shared.shared.disk)).unwrap();
     let mut read = file.read_at(IoBuffer::zeroed(BLOCK).unwrap(), BLOCK as u64);
     let begun = pin!(&mut read).poll(&mut Context::from_waker(Waker::noop()));
     channel.fail(Error::new(libc::ENXIO, Operation::Wait));
