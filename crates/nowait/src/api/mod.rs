@@ -5,9 +5,9 @@ mod blocking_file_calls;
 mod process_workers;
 mod oneshot;
 mod handle_disk;
+mod timed_request;
 pub(crate) mod file_call;
 mod file_turns;
-mod timed_request;
 pub(crate) mod async_file;
 pub(crate) mod local_file;
 #[cfg(any(feature = "futures-io", all(feature = "tokio", not(loom))))]

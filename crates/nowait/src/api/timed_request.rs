@@ -1,4 +1,4 @@
-//! A request as a future that waits for a bounded time.
+//! A request, or a call, as a future that waits for a bounded time.
 //!
 //! Invariant: the future of a request that is late is dropped, and nothing else is done about it: the memory
 //! is the engine's until the kernel has left it (C45).
@@ -11,6 +11,25 @@ use std::time::{Duration, Instant};
 use crate::memory::io_buffer::IoBuffer;
 use crate::threads::alarm_clock::Alarm;
 use crate::types::error::{Error, Operation};
+
+/// An answer that there may be without a result.
+#[allow(unreachable_pub, reason = "with the features of `FileStream` its trait names it")]
+pub trait Answer {
+    /// The answer to a request that has failed with `error`, and has kept its memory.
+    fn failed(error: Error) -> Self;
+}
+
+impl<T> Answer for Result<T, Error> {
+    fn failed(error: Error) -> Self {
+        Err(error)
+    }
+}
+
+impl<T> Answer for (Result<T, Error>, IoBuffer) {
+    fn failed(error: Error) -> Self {
+        (Err(error), IoBuffer::default())
+    }
+}
 
 /// A request and the time that it has from its first poll on.
 #[allow(unreachable_pub, reason = "with the features of `FileStream` its trait names it")]
@@ -30,13 +49,13 @@ impl<F> TimedRequest<F> {
 
 impl<F> Future for TimedRequest<F>
 where
-    F: Future<Output = (Result<usize, Error>, IoBuffer)> + Unpin,
+    F: Future<Output: Answer> + Unpin,
 {
     type Output = F::Output;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
         let this = &mut *self;
-        let late = |errno| (Err(Error::new(errno, Operation::Wait)), IoBuffer::default());
+        let late = |errno| F::Output::failed(Error::new(errno, Operation::Wait));
         // A future that has ended is not to be polled.
         let Some(request) = &mut this.request else { return Poll::Ready(late(libc::EINVAL)) };
         let answer = Pin::new(request).poll(context);

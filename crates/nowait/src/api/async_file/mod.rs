@@ -220,10 +220,9 @@ impl AsyncFile {
         Self { flags: self.flags | flags, ..self }
     }
 
-    /// The same file; each read, write, flush, discard and zeroing by this handle that has not ended `timeout` after
-    /// its first poll ends with `ETIMEDOUT`, and gives back an empty buffer: the request goes on as if its future had
-    /// been dropped, so that a write may or may not be done, and its memory is freed when the kernel has left it
-    /// (C84).
+    /// The same file; each future of this handle that has not ended `timeout` after its first poll ends with
+    /// `ETIMEDOUT`, and gives back an empty buffer: the request or call goes on as if its future had been dropped, so
+    /// that a write or an append may or may not be done, and its memory is freed when the kernel has left it (C84).
     #[must_use]
     pub fn with_timeout(self, timeout: Duration) -> Self {
         Self { timeout: Some(timeout), ..self }

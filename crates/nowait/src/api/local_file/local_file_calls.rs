@@ -17,7 +17,7 @@ use crate::types::error::Error;
 use crate::types::request::Flags;
 
 /// Each future makes its call when it is first polled, on a thread of the process. If it is dropped
-/// later, the call goes on.
+/// later, or its time is over (`with_timeout`), the call goes on.
 impl LocalAsyncFile {
     /// Writes `buffer` at the end of the file, and returns the position of its first byte (C26): all of
     /// it in one piece, also beside other processes that append. With [`Flags::DSYNC`] it is durable
@@ -30,7 +30,7 @@ impl LocalAsyncFile {
         buffer: IoBuffer,
         flags: Flags,
     ) -> impl Future<Output = (Result<u64, Error>, IoBuffer)> + use<> {
-        file_call::append(self.state.disk.clone(), buffer, flags | self.flags)
+        file_call::append(self.state.disk.clone(), self.timeout, buffer, flags | self.flags)
     }
 
     /// Sets the size of the file; what is new reads as zeros. It has no order with requests in flight.
@@ -101,6 +101,6 @@ impl LocalAsyncFile {
         T: Send + 'static,
         F: FnOnce(&BlockDevice<dyn BlockMap>) -> Result<T, Error> + Send + 'static,
     {
-        file_call::call_fallible(self.state.disk.clone(), make)
+        file_call::call_fallible(self.state.disk.clone(), self.timeout, make)
     }
 }
