@@ -149,6 +149,7 @@ pub use types::byte_range::ByteRange;
 pub use types::config::Config;
 pub use types::error::{Error, Operation};
 pub use types::io_cursor::{IoCursor, ReadCursor, WriteCursor};
+pub use types::io_priority::{IoPriority, PriorityClass};
 pub use types::iovec::{IoSegment, MAX_SEGMENTS};
 pub use types::request::{ExtentStatus, Flags, Op, Request};
 pub use types::token::{FD_TOKEN, Token};

@@ -11,6 +11,7 @@ use crate::block::block_map::{BlockMap, Intent};
 use crate::block::device::BlockDevice;
 use crate::block::range_lock::LockMode;
 use crate::read_ahead::ahead_reads::Served;
+use crate::threads::thread_priority::ThreadPriority;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
 use crate::types::io_cursor::{ReadCursor, WriteCursor};
@@ -133,6 +134,8 @@ pub(crate) unsafe fn run<M: BlockMap + ?Sized>(
     extents: &mut Vec<ExtentStatus>,
 ) -> Result<u64, Error> {
     let Request { op, flags, range } = io;
+    let _priority = ThreadPriority::set(flags.priority_number())
+        .map_err(|errno| Error::new(errno, op.operation()).at(range))?;
     let partial = !flags.contains(Flags::ALL_OR_ERROR);
     if op.changes()
         && let Some(guard) = disk.map.guard()

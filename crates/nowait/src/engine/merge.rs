@@ -292,7 +292,8 @@ impl Run {
         let all = &self.transfer;
         let touches = next.pos == all.pos + u64::from(all.len)
             && (next.file, next.write) == (all.file, all.write)
-            && (next.rw_flags, next.must_not_wait) == (all.rw_flags, all.must_not_wait);
+            && (next.rw_flags, next.must_not_wait) == (all.rw_flags, all.must_not_wait)
+            && next.priority == all.priority;
         touches && all.len + next.len <= MAX_BYTES && (self.requests as usize) < MAX_SEGMENTS
     }
 

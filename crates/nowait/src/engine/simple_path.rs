@@ -182,6 +182,7 @@ impl SimplePath {
             rw_flags: self.rw_flags(io.flags),
             segments,
             buffer,
+            priority: io.flags.priority_number(),
             write: io.op == Op::Write,
             must_not_wait: io.flags.contains(Flags::NOWAIT),
         }

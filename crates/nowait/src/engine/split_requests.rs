@@ -159,6 +159,7 @@ impl SplitRequests {
             file: device.target(fragment.file).file(),
             len: fragment.len as u32,
             rw_flags: device.simple_path.rw_flags(io.flags.without(Flags::DSYNC)),
+            priority: io.flags.priority_number(),
             write,
             must_not_wait: io.flags.contains(Flags::NOWAIT),
             ..Transfer::NONE

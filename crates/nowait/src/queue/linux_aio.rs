@@ -20,6 +20,8 @@ const IOCB_CMD_PREADV: u16 = 7;
 const IOCB_CMD_PWRITEV: u16 = 8;
 /// Each completion also signals an eventfd(2).
 const IOCB_FLAG_RESFD: u32 = 1;
+/// The transfer has a priority.
+const IOCB_FLAG_IOPRIO: u32 = 2;
 /// The magic number of a ring with the layout of `AioRing`.
 const AIO_RING_MAGIC: u32 = 0xa10a_10a1;
 
@@ -118,13 +120,17 @@ impl Aio {
                 (false, true) => IOCB_CMD_PREADV,
                 (true, true) => IOCB_CMD_PWRITEV,
             },
-            priority: 0,
+            priority: transfer.priority.cast_signed(),
             fd: fd.as_raw_fd() as u32,
             memory: transfer.base as u64,
             len: if list { transfer.segments.into() } else { len },
             pos: transfer.pos as i64,
             reserved: 0,
-            flags: IOCB_FLAG_RESFD,
+            flags: if transfer.priority == 0 {
+                IOCB_FLAG_RESFD
+            } else {
+                IOCB_FLAG_RESFD | IOCB_FLAG_IOPRIO
+            },
             eventfd: self.eventfd.as_raw_fd(),
         }
     }

@@ -5,6 +5,7 @@
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
+use crate::threads::thread_priority::ThreadPriority;
 use crate::types::transfer::{Outcome, Transfer};
 
 /// Makes the transfer with preadv2(2) or pwritev2(2).
@@ -19,6 +20,10 @@ pub(crate) unsafe fn transfer(fd: BorrowedFd<'_>, transfer: &Transfer) -> Outcom
         many => (transfer.base.cast_const().cast(), libc::c_int::from(many)),
     };
     let flags = transfer.rw_flags;
+    let _priority = match ThreadPriority::set(transfer.priority) {
+        Ok(priority) => priority,
+        Err(errno) => return -errno,
+    };
     let (fd, pos) = (fd.as_raw_fd(), transfer.pos as libc::off_t);
     loop {
         // SAFETY: `iov` points to `count` entries, whose memory is valid as the caller promised.

@@ -9,4 +9,5 @@ pub(crate) mod fair_queue;
 pub(crate) mod thread_pool;
 pub(crate) mod completion_list;
 pub(crate) mod fork_mark;
+pub(crate) mod thread_priority;
 pub(crate) mod alarm_clock;

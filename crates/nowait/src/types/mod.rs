@@ -8,6 +8,7 @@ pub(crate) mod alignment;
 pub(crate) mod weight;
 pub(crate) mod iovec;
 pub(crate) mod io_cursor;
+pub(crate) mod io_priority;
 pub(crate) mod request;
 pub(crate) mod transfer;
 #[macro_use]

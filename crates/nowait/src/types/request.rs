@@ -6,6 +6,7 @@ use std::ops::{BitOr, BitOrAssign};
 
 use crate::types::byte_range::ByteRange;
 use crate::types::error::Operation;
+use crate::types::io_priority::IoPriority;
 
 /// The operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,11 +45,14 @@ impl Op {
     }
 }
 
-/// The flags of a request: a set of the constants.
+/// The flags of a request: a set of the constants, and a priority ([`Flags::with_priority`]).
 ///
-/// The lower eight bits are those of `RWF_*` (preadv2(2)).
+/// The lower eight bits are those of `RWF_*` (preadv2(2)), the upper sixteen the priority (ioprio_set(2)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Flags(u16);
+pub struct Flags(u32);
+
+/// Bits below those of the priority.
+const PRIORITY_SHIFT: u32 = 16;
 
 impl Flags {
     /// No flag.
@@ -89,6 +93,29 @@ impl Flags {
         (self.0 & passed.0) as i32
     }
 
+    /// These flags with a priority, in place of the one that they have.
+    #[must_use]
+    pub const fn with_priority(self, priority: IoPriority) -> Self {
+        Self(self.without_priority().0 | (priority.number() as u32) << PRIORITY_SHIFT)
+    }
+
+    /// The priority of the request at the block layer; `None`: that of the thread which submits it.
+    #[must_use]
+    pub const fn priority(self) -> Option<IoPriority> {
+        IoPriority::from_number(self.priority_number())
+    }
+
+    /// The priority as [`crate::Transfer::priority`].
+    #[inline(always)]
+    pub(crate) const fn priority_number(self) -> u16 {
+        (self.0 >> PRIORITY_SHIFT) as u16
+    }
+
+    #[inline]
+    pub(crate) const fn without_priority(self) -> Self {
+        Self(self.0 & ((1 << PRIORITY_SHIFT) - 1))
+    }
+
     /// Whether all of `other` are set.
     #[inline]
     #[must_use]
@@ -106,9 +133,10 @@ impl Flags {
 impl BitOr for Flags {
     type Output = Self;
 
-    /// The flags of both sets.
+    /// The flags of both sets; of two priorities the first one.
     #[inline]
     fn bitor(self, other: Self) -> Self {
+        let other = if self.priority_number() == 0 { other } else { other.without_priority() };
         Self(self.0 | other.0)
     }
 }
@@ -155,5 +183,26 @@ impl ExtentStatus {
     #[must_use]
     pub const fn top(len: u64, hole: bool) -> Self {
         Self { len, hole, depth: 1 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_have_one_priority_which_no_flag_changes() {
+        let (low, idle) = (IoPriority::from_number(0x4007), IoPriority::IDLE);
+        let flags = Flags::DSYNC.with_priority(idle) | Flags::NOWAIT;
+        assert_eq!(flags.priority(), Some(idle));
+        assert!(flags.contains(Flags::DSYNC | Flags::NOWAIT) && !flags.contains(Flags::HIPRI));
+        assert_eq!(flags.without_priority(), Flags::DSYNC | Flags::NOWAIT);
+        let other = low.map_or(Flags::NONE, |low| Flags::HIPRI.with_priority(low));
+        assert_eq!((other | flags).priority(), low);
+        assert_eq!((flags | other).priority(), Some(idle));
+        assert_eq!((Flags::HIPRI | flags).priority(), Some(idle));
+        assert_eq!(flags.with_priority(idle), flags);
+        assert_eq!(flags.rw_flags(Flags::OF_TRANSFERS), 2);
+        assert_eq!(Flags::NONE.priority(), None);
     }
 }

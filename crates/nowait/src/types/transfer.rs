@@ -25,6 +25,8 @@ pub struct Transfer {
     pub buffer: u16,
     /// The number of the file, among those that are attached to the queue.
     pub file: u32,
+    /// The number of its priority (ioprio_set(2)); 0: that of the thread which submits it.
+    pub priority: u16,
     /// Whether the direction is memory to device.
     pub write: bool,
     /// The request itself has [`crate::Flags::NOWAIT`] (C32), so a queue keeps `RWF_NOWAIT` even on
@@ -41,6 +43,7 @@ impl Transfer {
         segments: 0,
         buffer: UNREGISTERED,
         file: 0,
+        priority: 0,
         write: false,
         must_not_wait: false,
     };

@@ -195,7 +195,7 @@ impl AsyncFileInner {
         let Some(callers) = &self.channel.callers else { return Attempt::Refused(request) };
         let io = request.io;
         let is_refused = !self.has_room()
-            || !Flags::SYNC.contains(io.flags)
+            || !Flags::SYNC.contains(io.flags.without_priority())
             // Several buffers.
             || (request.buffer.len() as u64) < io.range.len
             || !self.disk.is_direct()
@@ -223,6 +223,7 @@ impl AsyncFileInner {
             rw_flags: self.simple_path.rw_flags(io.flags),
             segments: 0,
             buffer: UNREGISTERED,
+            priority: io.flags.priority_number(),
             write: io.op == Op::Write,
             must_not_wait: true,
         };

@@ -36,6 +36,7 @@ use crate::storage::open_options::OpenOptions;
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
 use crate::types::error::Error;
+use crate::types::io_priority::IoPriority;
 use crate::types::request::{Flags, Op, Request};
 use file_state::FileState;
 use request_future::RequestFuture;
@@ -158,7 +159,14 @@ impl LocalAsyncFile {
     /// [`Flags::HIPRI`].
     #[must_use]
     pub fn with_flags(self, flags: Flags) -> Self {
-        Self { flags: self.flags | flags, ..self }
+        Self { flags: flags | self.flags, ..self }
+    }
+
+    /// This file, of which each read and write has `priority` at the block layer, unless its own flags have
+    /// another one (C88).
+    #[must_use]
+    pub fn with_priority(self, priority: IoPriority) -> Self {
+        Self { flags: self.flags.with_priority(priority), ..self }
     }
 
     /// The same file; each future of this handle that has not ended `timeout` after its first poll ends with
