@@ -13,6 +13,7 @@ use crate::api::{
 use crate::backup_api::{BackupInfo, StartBackup};
 use crate::bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
 use crate::counted_api::{ExportInfo, ServerInfo};
+use crate::move_api::{MoveInfo, StartMove};
 
 /// A server that can be asked and changed. Methods may be called by several threads simultaneously.
 pub trait ControlledServer: Send + Sync + 'static {
@@ -127,6 +128,24 @@ pub trait ControlledServer: Send + Sync + 'static {
     /// # Errors
     /// Why one of them cannot end: then none has.
     fn end_backup(&self, ids: &[u64], end: BackupEnd) -> Result<(), ControlError>;
+
+    /// Begins to move the disk of export `id` to another place. Returns what the move is when it has begun.
+    ///
+    /// # Errors
+    /// Why it cannot begin: then nothing has changed.
+    fn start_move(&self, id: u64, start: StartMove) -> Result<MoveInfo, ControlError>;
+
+    /// The move of the disk of export `id`, or the last one that has ended.
+    ///
+    /// # Errors
+    /// There is no such export, or its disk was not moved.
+    fn disk_move(&self, id: u64) -> Result<MoveInfo, ControlError>;
+
+    /// Ends the move of the disk of export `id`, which stays where it is.
+    ///
+    /// # Errors
+    /// There is no such export, or its disk is not being moved.
+    fn cancel_move(&self, id: u64) -> Result<MoveInfo, ControlError>;
 
     /// Closes a connection.
     ///

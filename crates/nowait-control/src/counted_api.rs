@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::api::{BucketInfo, ErrnoInfo, LatencyInfo, LimitsInfo};
 use crate::backup_api::BackupInfo;
 use crate::described_structs::described;
+use crate::move_api::MoveInfo;
 
 described! {
     /// A server (`GET /v1/server`).
@@ -118,6 +119,9 @@ described! {
         /// The backup of it that has not ended.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pub backup: Option<BackupInfo>,
+        /// The move of its disk to another place, or the last one that has ended.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub moving: Option<MoveInfo>,
     }
 }
 

@@ -67,6 +67,7 @@ pub(crate) mod openapi {
     use crate::counted_api::{
         ExportInfo, FrontendInfo, NbdServerInfo, OperationInfo, ServerInfo, StoreInfo,
     };
+    use crate::move_api::MoveInfo;
 
     /// The type of a field.
     pub(crate) enum Type {
@@ -205,6 +206,7 @@ pub(crate) mod openapi {
             named::<NbdServerInfo>(),
             named::<ExportInfo>(),
             named::<BackupInfo>(),
+            named::<MoveInfo>(),
             named::<FrontendInfo>(),
             named::<OperationInfo>(),
         ] {

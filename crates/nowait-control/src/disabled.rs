@@ -20,6 +20,7 @@ use crate::bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
 use crate::client_error::ClientError;
 use crate::controlled_server::ControlledServer;
 use crate::counted_api::{ExportInfo, ServerInfo};
+use crate::move_api::{MoveInfo, StartMove};
 
 const REFUSAL: &str =
     "this nowait was built without the control interface (it is the cargo feature \"control\")";
@@ -227,6 +228,30 @@ impl Client {
         _: &str,
         _: &MergeBitmaps,
     ) -> Result<BitmapInfo, ClientError> {
+        match self.0 {}
+    }
+
+    /// Begins to move a disk.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub const fn start_move(&self, _: &str, _: &StartMove) -> Result<MoveInfo, ClientError> {
+        match self.0 {}
+    }
+
+    /// The move of a disk.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub const fn disk_move(&self, _: &str) -> Result<MoveInfo, ClientError> {
+        match self.0 {}
+    }
+
+    /// Ends the move of a disk.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub const fn cancel_move(&self, _: &str) -> Result<MoveInfo, ClientError> {
         match self.0 {}
     }
 

@@ -11,6 +11,7 @@
 
 mod described_structs;
 mod backup_api;
+mod move_api;
 mod api;
 mod counted_api;
 mod bitmap_api;
@@ -41,3 +42,4 @@ pub use counted_api::{
 pub use http::fuzz;
 pub use http::{Client, DISABLED, HttpListener, HttpServer, Proof, Token};
 pub use load::{Load, paths};
+pub use move_api::{MoveInfo, StartMove};

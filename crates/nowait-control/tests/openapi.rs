@@ -10,9 +10,9 @@ use nowait_control::{
     AddBitmap, AddExport, AddFrontend, BackupInfo, BitmapInfo, BucketInfo, BucketLimit, Client,
     ClientError, ConnectionInfo, ControlError, ControlledServer, EndBackup, ErrnoInfo,
     ExportHistory, ExportInfo, FrontendInfo, HistoryInfo, HttpListener, HttpServer, LatencyInfo,
-    LimitsInfo, MergeBitmaps, NbdServerInfo, OperationInfo, PastErrors, PatchBitmap, PatchExport,
-    RemovedExport, SeriesInfo, ServerInfo, SnapshotReport, SnapshotRequest, StartBackup,
-    Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
+    LimitsInfo, MergeBitmaps, MoveInfo, NbdServerInfo, OperationInfo, PastErrors, PatchBitmap,
+    PatchExport, RemovedExport, SeriesInfo, ServerInfo, SnapshotReport, SnapshotRequest,
+    StartBackup, StartMove, Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
 };
 use nowait_server::BackupEnd;
 use serde::Serialize;
@@ -29,8 +29,8 @@ impl Noting {
 }
 
 fn export() -> ExportInfo {
-    let backup = Some(BackupInfo::default());
-    ExportInfo { id: 3, name: "a/b c".into(), backup, ..ExportInfo::default() }
+    let (backup, moving) = (Some(BackupInfo::default()), Some(MoveInfo::default()));
+    ExportInfo { id: 3, name: "a/b c".into(), backup, moving, ..ExportInfo::default() }
 }
 
 impl ControlledServer for Noting {
@@ -136,6 +136,21 @@ impl ControlledServer for Noting {
         Ok(())
     }
 
+    fn start_move(&self, id: u64, start: StartMove) -> Result<MoveInfo, ControlError> {
+        self.note(format!("start_move {id} {}", start.target));
+        Ok(Default::default())
+    }
+
+    fn disk_move(&self, id: u64) -> Result<MoveInfo, ControlError> {
+        self.note(format!("disk_move {id}"));
+        Ok(Default::default())
+    }
+
+    fn cancel_move(&self, id: u64) -> Result<MoveInfo, ControlError> {
+        self.note(format!("cancel_move {id}"));
+        Ok(Default::default())
+    }
+
     fn disconnect(&self, id: u64) -> Result<(), ControlError> {
         self.note(format!("disconnect {id}"));
         Ok(())
@@ -219,6 +234,20 @@ fn backup_schemas() -> [(&'static str, BTreeSet<String>); 3] {
     [("Backup", fields(&backup)), ("StartBackup", fields(&start)), ("EndBackup", fields(&end))]
 }
 
+/// The schemas of moves and their fields.
+fn move_schemas() -> [(&'static str, BTreeSet<String>); 2] {
+    let (text, notes) = (|| Some(String::new()), vec![String::new()]);
+    let info = MoveInfo { failure: text(), pause_ms: Some(1.0), notes, ..MoveInfo::default() };
+    let start = StartMove {
+        format: text(),
+        overwrite_device: true,
+        max_pause_ms: Some(1),
+        rate_bytes: Some(1),
+        ..StartMove::default()
+    };
+    [("Move", fields(&info)), ("StartMove", fields(&start))]
+}
+
 /// The schemas of dirty bitmaps and their fields.
 fn bitmap_schemas() -> [(&'static str, BTreeSet<String>); 4] {
     let (granularity_bytes, enabled, persistent) = (Some(1), Some(true), Some(true));
@@ -293,6 +322,7 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
     .into_iter()
     .chain(bitmap_schemas())
     .chain(backup_schemas())
+    .chain(move_schemas())
     {
         let known = document["components"]["schemas"][schema]["properties"].as_object().unwrap();
         assert_eq!(known.keys().cloned().collect::<BTreeSet<_>>(), fields, "{schema}");
@@ -320,6 +350,9 @@ fn the_client_asks_for_what_its_methods_say() {
     let both = EndBackup { with: vec!["@4".into()] };
     client.end_backup(&name, &both, BackupEnd::Commit).unwrap();
     client.end_backup("@4", &EndBackup::default(), BackupEnd::Abort).unwrap();
+    client.start_move(&name, &StartMove { target: "/t".into(), ..StartMove::default() }).unwrap();
+    client.disk_move(&name).unwrap();
+    client.cancel_move("@3").unwrap();
     let add = AddExport { name: "x".into(), path: "/y".into(), ..AddExport::default() };
     client.add(&add).unwrap();
     let patch = PatchExport { size_bytes: Some(5), ..PatchExport::default() };
@@ -343,6 +376,9 @@ fn the_client_asks_for_what_its_methods_say() {
         "start_backup [3] Some(\"x\")",
         "end_backup [3, 4] Commit",
         "end_backup [4] Abort",
+        "start_move 3 /t",
+        "disk_move 3",
+        "cancel_move 3",
         "add x /y",
         "change 3 Some(5)",
     ];

@@ -220,6 +220,8 @@ pub fn copy(
         last_report: None,
         has_written: false,
         is_incremental: options.increment.is_some(),
+        deadline: None,
+        rate: None,
     };
     let zeros = Zeros { block: zero_block, target_is_zero: is_zero };
     let is_in_place = matches!(kind, TargetKind::InPlace);

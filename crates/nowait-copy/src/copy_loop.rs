@@ -42,6 +42,8 @@ pub struct Progress {
     pub done: u64,
     /// Bytes of the disk.
     pub total: u64,
+    /// Bytes of that that were not known to be the same on both sides: they are read, or made zero.
+    pub moved: u64,
 }
 
 /// Both endpoints of a copy and the callback for its progress.
@@ -63,6 +65,35 @@ pub(crate) struct Endpoints<'a> {
     pub(crate) has_written: bool,
     /// Whether the source tells what is dirty, and the rest is on the target already.
     pub(crate) is_incremental: bool,
+    /// When the copy ends, complete or not, without waiting for what is in flight.
+    pub(crate) deadline: Option<Instant>,
+    pub(crate) rate: Option<Rate>,
+}
+
+/// The most bytes a second that are moved.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rate {
+    bytes_per_second: u64,
+    /// When what has begun so far is within the rate.
+    next: Instant,
+}
+
+impl Rate {
+    /// `bytes_per_second`, at least 1, from now on.
+    pub(crate) fn new(bytes_per_second: u64) -> Self {
+        Self { bytes_per_second: bytes_per_second.max(1), next: Instant::now() }
+    }
+
+    /// Counts `bytes` that begin to be moved.
+    pub(crate) fn count(&mut self, bytes: u64) {
+        let seconds = bytes as f64 / self.bytes_per_second as f64;
+        self.next = self.next.max(Instant::now()) + Duration::from_secs_f64(seconds);
+    }
+
+    /// Whether more may begin now.
+    pub(crate) fn allows(&self) -> bool {
+        self.next <= Instant::now()
+    }
 }
 
 impl Endpoints<'_> {
@@ -117,13 +148,23 @@ impl Endpoints<'_> {
         wait_for(&[&*self.source, &*self.target])
     }
 
+    /// Whether the copy has to end although it is not complete.
+    pub(crate) fn is_late(&self) -> bool {
+        self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
+    }
+
+    /// Whether more may begin to be moved now.
+    pub(crate) fn may_move(&self) -> bool {
+        self.rate.is_none_or(|rate| rate.allows())
+    }
+
     /// Reports progress, if `PROGRESS_INTERVAL` has passed or the phase is complete.
-    pub(crate) fn report(&mut self, phase: Phase, done: u64) {
+    pub(crate) fn report(&mut self, phase: Phase, done: u64, moved: u64) {
         let now = Instant::now();
         let due = self.last_report.is_none_or(|last| now.duration_since(last) >= PROGRESS_INTERVAL);
         if due || done == self.size {
             self.last_report = Some(now);
-            (self.report_progress)(Progress { phase, done, total: self.size });
+            (self.report_progress)(Progress { phase, done, total: self.size, moved });
         }
     }
 }

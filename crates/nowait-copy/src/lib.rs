@@ -27,11 +27,13 @@ mod verify;
 mod open;
 mod increment_target;
 mod copy;
+mod mirror;
 
 pub use copy::{Options, Phase, Progress, REQUEST_BYTES, Report, copy};
 pub use error::Error;
 pub use increment_target::{Increment, IncrementTarget};
 pub use lost_ranges::Lost;
+pub use mirror::{Mirror, MirrorPart, MirroredDisk};
 #[cfg(feature = "fuzz")]
 pub use nbd::fuzz;
 pub use nowait_remote::Location;

@@ -54,9 +54,33 @@ struct Transfer<'a, 'b> {
     done: u64,
 }
 
+/// How a copy has ended that has not failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ended {
+    Complete(Counts),
+    /// At the deadline, with this many requests in flight.
+    Late(usize),
+}
+
 /// Copies all of the source to the target and flushes it.
 pub(crate) fn run(endpoints: &mut Endpoints<'_>, zeros: Zeros) -> Result<Counts, Error> {
     let extents = endpoints.extents(zeros.target_is_zero);
+    let counts = match copy(endpoints, extents, zeros)? {
+        Ended::Complete(counts) => counts,
+        // There is no deadline.
+        Ended::Late(_) => return Err(Error::Interrupted),
+    };
+    flush(endpoints)?;
+    endpoints.target.finish()?;
+    Ok(counts)
+}
+
+/// Copies what `extents` has to the target.
+pub(crate) fn copy(
+    endpoints: &mut Endpoints<'_>,
+    extents: ExtentIterator,
+    zeros: Zeros,
+) -> Result<Ended, Error> {
     let memory = BufferPool::new(endpoints.memory);
     let max_pieces =
         (endpoints.memory / endpoints.request_bytes.max(1) as usize).max(1) * PIECES_PER_REQUEST;
@@ -72,19 +96,16 @@ pub(crate) fn run(endpoints: &mut Endpoints<'_>, zeros: Zeros) -> Result<Counts,
         counts,
         done: 0,
     };
-    transfer.run()?;
-    let counts = transfer.counts;
-    flush(endpoints)?;
-    endpoints.target.finish()?;
-    Ok(counts)
+    transfer.run()
 }
 
 /// Makes all writes durable.
-fn flush(endpoints: &mut Endpoints<'_>) -> Result<(), Error> {
+pub(crate) fn flush(endpoints: &mut Endpoints<'_>) -> Result<Ended, Error> {
+    let complete = Ended::Complete(Counts::default());
     if !endpoints.target.capabilities().has_flush {
-        return Ok(());
+        return Ok(complete);
     }
-    endpoints.report(Phase::Flushing, endpoints.size);
+    endpoints.report(Phase::Flushing, endpoints.size, 0);
     let range = ByteRange::new(0, 0);
     endpoints.target.submit(CopyRequest {
         operation: CopyOperation::Flush,
@@ -95,14 +116,33 @@ fn flush(endpoints: &mut Endpoints<'_>) -> Result<(), Error> {
     loop {
         endpoints.advance()?;
         if endpoints.target.next().is_some() {
-            return Ok(());
+            return Ok(complete);
+        }
+        if endpoints.is_late() {
+            return Ok(Ended::Late(1));
         }
         endpoints.wait()?;
     }
 }
 
+/// Waits until `requests` of an earlier copy, which was late, have ended; their results do not matter.
+pub(crate) fn settle(endpoints: &mut Endpoints<'_>, requests: usize) -> Result<(), Error> {
+    let mut left = requests;
+    while left > 0 {
+        endpoints.advance()?;
+        let before = left;
+        while endpoints.source.next().is_some() || endpoints.target.next().is_some() {
+            left = left.saturating_sub(1);
+        }
+        if left == before {
+            endpoints.wait()?;
+        }
+    }
+    Ok(())
+}
+
 impl Transfer<'_, '_> {
-    fn run(&mut self) -> Result<(), Error> {
+    fn run(&mut self) -> Result<Ended, Error> {
         loop {
             self.endpoints.query(&mut self.extents);
             let mut progressed = self.start_pieces()?;
@@ -115,9 +155,13 @@ impl Transfer<'_, '_> {
                 progressed = true;
                 self.on_written(done);
             }
-            self.endpoints.report(Phase::Copying, self.done);
+            let moved = self.counts.data + self.counts.zero;
+            self.endpoints.report(Phase::Copying, self.done, moved);
             if self.extents.is_over() && self.rest.is_none() && self.pieces.is_empty() {
-                return Ok(());
+                return Ok(Ended::Complete(self.counts));
+            }
+            if self.endpoints.is_late() {
+                return Ok(Ended::Late(self.pieces.len()));
             }
             if !progressed {
                 self.endpoints.wait()?;
@@ -129,6 +173,9 @@ impl Transfer<'_, '_> {
     fn start_pieces(&mut self) -> Result<bool, Error> {
         let mut started = false;
         while self.pieces.len() < self.max_pieces {
+            if !self.endpoints.may_move() {
+                break;
+            }
             let Some(piece) = self.rest.take().or_else(|| self.extents.next()) else { break };
             let max_zero = self.endpoints.target.capabilities().max_zero_bytes;
             let limit = match (piece.source_zero, piece.target_zero) {
@@ -173,6 +220,7 @@ impl Transfer<'_, '_> {
                 return;
             }
         }
+        self.endpoints.rate.iter_mut().for_each(|rate| rate.count(range.len));
         let tag = self.pieces.insert(piece) as u64;
         match memory {
             Some(mut memory) if source_zero => {

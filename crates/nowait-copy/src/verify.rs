@@ -53,7 +53,7 @@ impl Verify<'_, '_> {
                 progressed = true;
                 self.on_read(done, false, name)?;
             }
-            self.endpoints.report(Phase::Verifying, self.done);
+            self.endpoints.report(Phase::Verifying, self.done, 0);
             if self.extents.is_over() && self.rest.is_none() && self.pieces.is_empty() {
                 return Ok(());
             }

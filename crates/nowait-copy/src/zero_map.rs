@@ -54,6 +54,17 @@ impl ZeroMap {
         }
     }
 
+    /// A disk that is zero, or clean, outside `ranges`, which are in order and do not touch.
+    pub(crate) fn outside(size: u64, ranges: &[ByteRange]) -> Self {
+        let mut map = Self { end: 0, runs: VecDeque::new(), ..Self::uniform(size, true) };
+        for range in ranges {
+            map.push(range.pos.min(size), true);
+            map.push(range.pos.saturating_add(range.len).min(size), false);
+        }
+        map.push(size, true);
+        map
+    }
+
     /// The next range to query, if more runs are needed. It must be answered before the next query.
     pub(crate) fn next_query(&mut self) -> Option<ByteRange> {
         if self.query_in_flight || self.answered >= self.size || self.runs.len() >= MIN_RUNS {
@@ -183,6 +194,25 @@ mod tests {
         assert_eq!(map.next_query(), Some(ByteRange::new(0, size)));
         map.on_extents(extents);
         map
+    }
+
+    #[test]
+    fn a_map_of_ranges_is_clean_outside_them() {
+        let range = |pos, len| ByteRange::new(pos * KIB, len * KIB);
+        for (ranges, wanted) in [
+            (vec![], vec![(0, 40, true)]),
+            (vec![range(0, 40)], vec![(0, 40, false)]),
+            (
+                vec![range(4, 4), range(12, 28)],
+                vec![(0, 4, true), (4, 4, false), (8, 4, true), (12, 28, false)],
+            ),
+        ] {
+            let map = ZeroMap::outside(40 * KIB, &ranges);
+            let mut iterator = ExtentIterator::incremental(40 * KIB, map);
+            let pieces = pieces(&mut iterator).into_iter();
+            let found = pieces.map(|(pos, len, clean, _)| (pos / KIB, len / KIB, clean));
+            assert_eq!(found.collect::<Vec<_>>(), wanted);
+        }
     }
 
     #[test]

@@ -55,6 +55,7 @@ pub mod sandbox;
 pub mod config;
 pub mod process;
 pub mod disks;
+pub(crate) mod moves;
 mod devices;
 pub mod upgrade;
 pub mod endpoints;

@@ -3,6 +3,7 @@
 //! Invariant: nothing here waits for a serving thread for long, but [`Exports::remove`] with its
 //! timeout.
 
+pub(crate) mod change_tracker;
 mod export_backups;
 mod export_bitmaps;
 

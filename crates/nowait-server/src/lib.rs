@@ -60,6 +60,7 @@ pub use block_size::BlockSize;
 pub use dirty_bitmaps::bitmap_spec::{BitmapError, BitmapSpec, BitmapStatus, RestoreError};
 pub use export::{Export, ExportId};
 pub use export_error::ExportError;
+pub use exports::change_tracker::ChangeTracker;
 pub use exports::{ExportChanges, ExportStatus, Exports};
 pub use frontend_kind::FrontendKind;
 pub use latency::Latencies;

@@ -305,6 +305,8 @@ pub(crate) enum ExportAction {
     Bitmap(BitmapCommand),
     /// Begin, list, commit and abort backups: disks as they were at an instant
     Backup(BackupCommand),
+    /// Move the disk of an export to another place while it is in use
+    Move(MoveCommand),
     /// Make the completed writes of an export durable
     Flush {
         /// Its name, or @ID
@@ -460,6 +462,47 @@ pub(crate) struct StartedBackups {
     /// At least 64K. Without this the size of the disk, or half of what is free if that is less.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) scratch_size: Option<u64>,
+    #[command(flatten)]
+    pub(crate) server: ServerArgs,
+}
+
+/// Move the disk of an export to another place while it is in use
+///
+/// The disk is copied, and what is changed meanwhile is copied again, until that is little. Then the export pauses, the rest
+/// is copied, and clients go on with the disk in its new place. Until then it stays where it was: after 'cancel', an error,
+/// or the end of the server nothing is at the new place, but on a device or an export what was written so far. The image
+/// before stays as it was at the exchange. The server serves the new place from then on, but its command line and its
+/// configuration name the old one: change them before its next start. docs/backup.md has examples.
+#[derive(Debug, Args)]
+pub(crate) struct MoveCommand {
+    /// The name of the export, or @ID
+    #[arg(value_name = "EXPORT")]
+    pub(crate) export: String,
+    /// A new file in a directory of the server's --allow-dir, a block device there, or an NBD URI of its --allow-uri
+    #[arg(required_unless_present = "cancel")]
+    pub(crate) target: Option<PathBuf>,
+    /// Format of a new file: raw or qcow2; without it qcow2 if its name ends with .qcow2, or else raw
+    #[arg(short, long, value_name = "FORMAT", value_parser = parse_image_format)]
+    pub(crate) format: Option<nowait_image::Format>,
+    /// Overwrite the block device TARGET
+    #[arg(long)]
+    pub(crate) overwrite_device: bool,
+    /// How long clients may wait for the exchange, in milliseconds, 10 to 60000; 2000 without it
+    ///
+    /// When the rest cannot be copied and flushed in that time, the export goes on, and the exchange is tried again later.
+    /// The move of a disk that is written to faster than it is copied goes on until its writers are slower: limit them with
+    /// 'nowait export limit', or move it with a longer pause.
+    #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u64).range(10..=60_000))]
+    pub(crate) max_pause: Option<u64>,
+    /// Copy at most so many bytes a second, such as 50M
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) rate: Option<u64>,
+    /// Return when the move has begun; it goes on
+    #[arg(long)]
+    pub(crate) detach: bool,
+    /// Cancel the move: the disk stays where it is
+    #[arg(long, conflicts_with_all = ["target", "format", "overwrite_device", "max_pause", "rate", "detach"])]
+    pub(crate) cancel: bool,
     #[command(flatten)]
     pub(crate) server: ServerArgs,
 }

@@ -19,7 +19,7 @@ use crate::args::control_args::{
     ConnectionsArgs, ExportAction, ExportCommand, ServerArgs, StatusArgs,
 };
 use crate::args::upgrade_args::UpgradeArgs;
-use crate::commands::{backups, bitmaps};
+use crate::commands::{backups, bitmaps, moves};
 use crate::control_client::{absolute, ask, at, failed, no_server, print_json, tell, the_client};
 use crate::output;
 use nowait_daemon::control::control_socket;
@@ -139,12 +139,13 @@ pub(crate) fn export(command: &ExportCommand) -> Result<(), CliError> {
         }
         ExportAction::Bitmap(command) => bitmaps::run(command),
         ExportAction::Backup(command) => backups::run(command),
+        ExportAction::Move(command) => moves::run(command),
         ExportAction::Flush { name, server } => tell(server, |client| client.flush(name)),
     }
 }
 
 /// An image as it is sent to a server: a URI as it is.
-fn image_name(image: &Path) -> Result<String, CliError> {
+pub(crate) fn image_name(image: &Path) -> Result<String, CliError> {
     match Location::parse(&image.into()).map_err(|error| CliError::at(image, error))? {
         Location::File(path) => absolute(&path),
         location => Ok(location.to_string()),

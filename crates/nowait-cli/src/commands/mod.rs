@@ -3,6 +3,7 @@
 pub(crate) mod info_remote;
 pub(crate) mod info;
 pub(crate) mod map;
+pub(crate) mod moves;
 pub(crate) mod check;
 pub(crate) mod create;
 pub(crate) mod resize;

@@ -58,6 +58,7 @@ mod many_exports;
 mod map_check_info;
 mod memory;
 mod model;
+mod moves;
 mod mutated;
 mod nbd_modes;
 mod nbd_tools;

@@ -33,6 +33,7 @@ use crate::counted_api::{ExportInfo, ServerInfo};
 use crate::http::http_listener::Stream;
 use crate::http::refusal::ErrorInfo;
 use crate::http::token::Token;
+use crate::move_api::{MoveInfo, StartMove};
 
 /// How long an answer may take that a command waits for; opening an image, or a flush, may take its time.
 /// Beyond it: the command fails.
@@ -230,6 +231,30 @@ impl Client {
         read(&self.send(Method::POST, &path, &body(merge)?)?)
     }
 
+    /// Begins to move the disk of an export to another place.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn start_move(&self, name: &str, start: &StartMove) -> Result<MoveInfo, ClientError> {
+        read(&self.send(Method::POST, &move_path(name), &body(start)?)?)
+    }
+
+    /// The move of the disk of an export, or the last one that has ended.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn disk_move(&self, name: &str) -> Result<MoveInfo, ClientError> {
+        read(&self.send(Method::GET, &move_path(name), "")?)
+    }
+
+    /// Ends the move of the disk of an export, which stays where it is.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn cancel_move(&self, name: &str) -> Result<MoveInfo, ClientError> {
+        read(&self.send(Method::DELETE, &move_path(name), "")?)
+    }
+
     /// Begins backups of an export and of those with it.
     ///
     /// # Errors
@@ -341,6 +366,11 @@ fn export_path(name: &str) -> String {
         "" => "/v1/exports/@0".into(),
         name => format!("/v1/exports/{}", utf8_percent_encode(name, PLAIN)),
     }
+}
+
+/// The path of the move of the disk of an export.
+fn move_path(name: &str) -> String {
+    format!("{}/move", export_path(name))
 }
 
 /// The path of a bitmap of an export.

@@ -62,6 +62,11 @@ impl Collector for Snapshot {
                 with_backup.map(|(it, backup)| (Some(("export", it.name.as_str())), backup));
             counts(&mut encoder, backups)?;
         }
+        let moved = exports.iter().filter_map(|it| Some((it, it.moving.as_ref()?)));
+        if moved.clone().next().is_some() {
+            let moves = moved.map(|(it, moving)| (Some(("export", it.name.as_str())), moving));
+            counts(&mut encoder, moves)?;
+        }
         for (operation, requests, bytes) in OPERATIONS {
             let help = format!("Requests of kind {operation} that were answered");
             counters(&mut encoder, (requests, &help, None), exports, |info| {

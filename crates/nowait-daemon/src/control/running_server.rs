@@ -10,8 +10,8 @@ use std::time::{Duration, Instant, SystemTime};
 use nowait::internal::RegisteredMemory;
 use nowait_control::{
     AddBitmap, AddExport, AddFrontend, BackupInfo, BitmapInfo, ConnectionInfo, ControlError,
-    ControlledServer, ExportInfo, MergeBitmaps, PatchBitmap, PatchExport, ServerInfo,
-    SnapshotReport, SnapshotRequest, StartBackup, UpgradeReport, UpgradeRequest,
+    ControlledServer, ExportInfo, MergeBitmaps, MoveInfo, PatchBitmap, PatchExport, ServerInfo,
+    SnapshotReport, SnapshotRequest, StartBackup, StartMove, UpgradeReport, UpgradeRequest,
 };
 use nowait_image::{NamedStorages, formats};
 use nowait_server::{
@@ -23,11 +23,13 @@ use crate::config::listen_address;
 use crate::control::backup_answers;
 use crate::control::bitmap_answers::refused;
 use crate::control::export_bitmaps::ExportBitmaps;
+use crate::control::move_answers::MovingServer;
 use crate::disks::allowed_places::{AllowedPlaces, absolute};
 use crate::disks::image_exchange::ImageExchange;
 use crate::disks::open_disk::{Common, ImageIdentity, OpenedDisk};
 use crate::disks::served_disks::{ServedDisk, ServedDisks, change_settings};
 use crate::error::CliError;
+use crate::moves::Moves;
 use crate::upgrade::messages::{BitmapMessage, ExportState};
 use crate::upgrade::paused_disks::PausedDisks;
 use crate::upgrade::sender::{self, Upgrades};
@@ -66,6 +68,7 @@ enum Serving {
 pub(crate) struct RunningServer {
     exports: Exports,
     disks: ServedDisks,
+    moves: Moves,
     additions: Additions,
     /// Held by each change, from its look at the exports to its end: no image is opened twice, and no change comes
     /// between the state that an upgrade passes on and the moment from which another process serves.
@@ -79,11 +82,12 @@ impl RunningServer {
     pub(crate) fn new(
         exports: Exports,
         disks: ServedDisks,
+        moves: Moves,
         additions: Additions,
         upgrades: Upgrades,
     ) -> Self {
         let (changing, since) = (Mutex::default(), Instant::now());
-        Self { exports, disks, additions, changing, upgrades, since }
+        Self { exports, disks, moves, additions, changing, upgrades, since }
     }
 
     /// Waits for the change that is being made, if there is one: an upgrade takes 30 s at most, a removal 10.
@@ -95,6 +99,19 @@ impl RunningServer {
                 "another process has taken over in an upgrade: ask again".into(),
             )),
         }
+    }
+
+    /// The number of export `id`, whose image no other change holds.
+    fn id_to_change(&self, id: u64) -> Result<ExportId, ControlError> {
+        let id = self.id_of(id)?;
+        self.moves.refuse_during_move(id)?;
+        Ok(id)
+    }
+
+    fn moving_server(&self) -> MovingServer<'_> {
+        let Self { exports, disks, moves, additions, .. } = self;
+        let Additions { allowed, common, .. } = additions;
+        MovingServer { exports, disks, allowed, common, moves }
     }
 
     fn image_exchange(&self, id: ExportId) -> ImageExchange<'_> {
@@ -111,9 +128,10 @@ impl RunningServer {
     }
 
     /// An export as of `status`, whose image is `served`, unless it was removed meanwhile.
-    fn info_of(status: ExportStatus, served: Option<&ServedDisk>) -> ExportInfo {
+    fn info_of(&self, status: ExportStatus, served: Option<&ServedDisk>) -> ExportInfo {
         let backup = status.backup.clone().map(backup_answers::info_of);
-        let mut info = ExportInfo { backup, ..ExportInfo::from(status) };
+        let moving = self.moves.info(status.id);
+        let mut info = ExportInfo { backup, moving, ..ExportInfo::from(status) };
         if let Some(served) = served {
             let OpenedDisk { named, image, .. } = &served.disk;
             info.image = named.full_name().to_string_lossy().into_owned();
@@ -269,7 +287,7 @@ impl ControlledServer for RunningServer {
         let served: BTreeMap<_, _> = disks.iter().map(|served| (served.id, served)).collect();
         let info = |status: ExportStatus| {
             let served = served.get(&status.id).copied();
-            Self::info_of(status, served)
+            self.info_of(status, served)
         };
         status.into_iter().map(info).collect()
     }
@@ -282,7 +300,7 @@ impl ControlledServer for RunningServer {
         let status = self.exports.status_of(self.id_of(id)?).ok_or_else(no_such_export)?;
         let disks = self.disks.lock();
         let served = disks.iter().find(|served| served.id == status.id);
-        Ok(Self::info_of(status, served))
+        Ok(self.info_of(status, served))
     }
 
     fn connections(&self) -> Vec<ConnectionInfo> {
@@ -340,11 +358,12 @@ impl ControlledServer for RunningServer {
 
     fn remove(&self, id: u64, hard: bool) -> Result<(), ControlError> {
         let _changing = self.begin_change()?;
-        let id = self.id_of(id)?;
+        let id = self.id_to_change(id)?;
         match hard {
             true => self.exports.remove_by_force(id, REMOVE_TIMEOUT),
             false => self.exports.remove_unused(id, REMOVE_TIMEOUT),
         }?;
+        self.moves.forget(id);
         let served = {
             let mut disks = self.disks.lock();
             let at = disks.iter().position(|served| served.id == id);
@@ -358,6 +377,7 @@ impl ControlledServer for RunningServer {
         let id = self.id_of(id)?;
         self.check_change(id, &change)?;
         if let Some(size) = change.size_bytes {
+            self.moves.refuse_during_move(id)?;
             self.exports.cover_with_bitmaps(id, size).map_err(refused)?;
             self.image_exchange(id).resize(size, change.shrink)?;
         }
@@ -377,7 +397,7 @@ impl ControlledServer for RunningServer {
 
     fn snapshot(&self, id: u64, request: SnapshotRequest) -> Result<SnapshotReport, ControlError> {
         let _changing = self.begin_change()?;
-        let id = self.id_of(id)?;
+        let id = self.id_to_change(id)?;
         let overlay = self.additions.allowed.new_image(&request.overlay)?;
         self.image_exchange(id).snapshot(&overlay)
     }
@@ -385,6 +405,7 @@ impl ControlledServer for RunningServer {
     fn upgrade(&self, upgrade: UpgradeRequest) -> Result<UpgradeReport, ControlError> {
         let binary = upgrade.binary.as_deref().map(|path| absolute(Path::new(path))).transpose()?;
         let mut serving = self.begin_change()?;
+        self.moves.refuse_during_any()?;
         let pause = || PausedDisks::new(&self.exports, self.disks.lock());
         let report = sender::send(&self.upgrades, binary, self.states(), &self.nodes(), pause)?;
         *serving = Serving::Elsewhere;
@@ -397,17 +418,17 @@ impl ControlledServer for RunningServer {
 
     fn add_bitmap(&self, id: u64, bitmap: AddBitmap) -> Result<BitmapInfo, ControlError> {
         let _changing = self.begin_change()?;
-        self.bitmaps_of(self.id_of(id)?).add(bitmap)
+        self.bitmaps_of(self.id_to_change(id)?).add(bitmap)
     }
 
     fn remove_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError> {
         let _changing = self.begin_change()?;
-        self.bitmaps_of(self.id_of(id)?).remove(name)
+        self.bitmaps_of(self.id_to_change(id)?).remove(name)
     }
 
     fn clear_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError> {
         let _changing = self.begin_change()?;
-        self.bitmaps_of(self.id_of(id)?).clear(name)
+        self.bitmaps_of(self.id_to_change(id)?).clear(name)
     }
 
     fn change_bitmap(
@@ -417,7 +438,7 @@ impl ControlledServer for RunningServer {
         change: PatchBitmap,
     ) -> Result<BitmapInfo, ControlError> {
         let _changing = self.begin_change()?;
-        let (id, exports) = (self.id_of(id)?, &self.exports);
+        let (id, exports) = (self.id_to_change(id)?, &self.exports);
         self.bitmaps_of(id).change(name, || match change.enabled {
             Some(enabled) => exports.enable_bitmap(id, name, enabled),
             None => Ok(()),
@@ -431,7 +452,7 @@ impl ControlledServer for RunningServer {
         merge: MergeBitmaps,
     ) -> Result<BitmapInfo, ControlError> {
         let _changing = self.begin_change()?;
-        let (id, exports) = (self.id_of(id)?, &self.exports);
+        let (id, exports) = (self.id_to_change(id)?, &self.exports);
         self.bitmaps_of(id).change(name, || exports.merge_bitmaps(id, name, &merge.sources))
     }
 
@@ -441,7 +462,7 @@ impl ControlledServer for RunningServer {
         backup: StartBackup,
     ) -> Result<Vec<BackupInfo>, ControlError> {
         let _changing = self.begin_change()?;
-        let ids = ids.iter().map(|id| self.id_of(*id)).collect::<Result<Vec<_>, _>>()?;
+        let ids = ids.iter().map(|id| self.id_to_change(*id)).collect::<Result<Vec<_>, _>>()?;
         let Self { exports, disks, additions, .. } = self;
         backup_answers::start(exports, disks, &additions.allowed, &ids, backup)
     }
@@ -450,6 +471,20 @@ impl ControlledServer for RunningServer {
         let _changing = self.begin_change()?;
         let ids = ids.iter().map(|id| self.id_of(*id)).collect::<Result<Vec<_>, _>>()?;
         backup_answers::end(&self.exports, &ids, end)
+    }
+
+    fn start_move(&self, id: u64, start: StartMove) -> Result<MoveInfo, ControlError> {
+        let _changing = self.begin_change()?;
+        self.moving_server().start(self.id_of(id)?, &start)
+    }
+
+    fn disk_move(&self, id: u64) -> Result<MoveInfo, ControlError> {
+        let none = || ControlError::NotFound("it was not moved".into());
+        self.moves.info(self.id_of(id)?).ok_or_else(none)
+    }
+
+    fn cancel_move(&self, id: u64) -> Result<MoveInfo, ControlError> {
+        self.moves.cancel(self.id_of(id)?)
     }
 
     fn disconnect(&self, id: u64) -> Result<(), ControlError> {

@@ -124,6 +124,39 @@ impl ImageExchange<'_> {
         })?
     }
 
+    /// Serves the disk that `last_copy` returns, which has then all that the present one has, and closes nothing: returns
+    /// how long no request was served, and the image before. `last_copy` gets the moment at which no request has been
+    /// served for `max_pause`; if it returns `None` then, the export goes on as it was, and so does this.
+    ///
+    /// # Errors
+    /// Why it cannot be done, or that of `last_copy`: the export goes on as it was.
+    pub(crate) fn pivot(
+        &self,
+        max_pause: Duration,
+        last_copy: impl FnOnce(Instant) -> Result<Option<OpenedDisk>, ControlError>,
+    ) -> Result<Option<(Duration, OpenedDisk)>, ControlError> {
+        // A disk whose flush has failed stays where it is: the kernel may have dropped what was written.
+        self.exports.flush(self.id)?;
+        let begin = Instant::now();
+        let paused = match self.exports.pause_export(self.id, max_pause) {
+            Err(ExportError::DoesNotEnd) => return Ok(None),
+            paused => paused?,
+        };
+        self.with(|served| served.disk.image.settle().map_err(failed))??;
+        let Some(disk) = last_copy(begin + max_pause)? else { return Ok(None) };
+        self.with(|served| {
+            let before = &served.disk;
+            if let Err(error) = before.image.release_bitmaps() {
+                warn!("{}: its bitmaps are left in use: {error}", before.named.image.display());
+            }
+            let disk = OpenedDisk { block_size: before.block_size, ..disk };
+            paused.replace(disk.export())?;
+            let before = std::mem::replace(&mut served.disk, disk);
+            drop(paused);
+            Ok(Some((begin.elapsed(), before)))
+        })?
+    }
+
     /// Makes the disk `size` bytes large; smaller only if `shrink`.
     ///
     /// # Errors

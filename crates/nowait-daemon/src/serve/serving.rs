@@ -19,6 +19,7 @@ use crate::disks::served_disks::{ServedDisk, ServedDisks};
 use crate::endpoints::ready_lines::{hint, ready_lines, uris};
 use crate::endpoints::signals::Ending;
 use crate::error::{CliError, os_message};
+use crate::moves::Moves;
 use crate::process::background::Detached;
 use crate::process::log_file::LogFile;
 use crate::process::systemd;
@@ -36,6 +37,7 @@ pub(super) struct Serving<'a> {
     /// The path or URI of the first image.
     pub(super) image: PathBuf,
     pub(super) disks: ServedDisks,
+    pub(super) moves: Moves,
     pub(super) control: Option<ControlInterface>,
     pub(super) places: Places,
     pub(super) ending: Ending,
@@ -57,8 +59,10 @@ impl<'a> Serving<'a> {
         let lines = ready_lines(config, &all, confined.kind, listens, &places.devices);
         let uris = all.first().map(|first| uris(config, listens, &first.named)).unwrap_or_default();
         let disks = ServedDisks::new(served(config, &server, all, listens, &places.devices));
+        let moves = Moves::default();
         let added = additions(config, listens.clone(), common);
-        let running = RunningServer::new(server.exports(), disks.clone(), added, upgrades);
+        let running =
+            RunningServer::new(server.exports(), disks.clone(), moves.clone(), added, upgrades);
         let takes_over = receiver.is_some();
         if let Some(receiver) = receiver {
             let clients = adopted.unwrap_or_default();
@@ -81,7 +85,7 @@ impl<'a> Serving<'a> {
         }
         start_long_run(server.exports(), confined.detached, places.log_file.as_ref(), waiting);
         let ending = confined.ending;
-        Ok(Self { config, server, image, disks, control, places, ending, _made_here: () })
+        Ok(Self { config, server, image, disks, moves, control, places, ending, _made_here: () })
     }
 }
 

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use nowait_control::{
     AddBitmap, AddExport, BackupInfo, BitmapInfo, ConnectionInfo, ControlError, ControlledServer,
-    ExportInfo, MergeBitmaps, PatchBitmap, PatchExport, ServerInfo, SnapshotReport,
-    SnapshotRequest, StartBackup, Token, UpgradeReport, UpgradeRequest, fuzz,
+    ExportInfo, MergeBitmaps, MoveInfo, PatchBitmap, PatchExport, ServerInfo, SnapshotReport,
+    SnapshotRequest, StartBackup, StartMove, Token, UpgradeReport, UpgradeRequest, fuzz,
 };
 use nowait_server::BackupEnd;
 
@@ -41,6 +41,7 @@ pub(crate) const TARGET: Target = Target {
         b"/snapshot",
         b"/bitmaps/a",
         b"/backup",
+        b"/move",
         b"?mode=hard",
         b"%2F",
         b"%00",
@@ -120,6 +121,18 @@ impl ControlledServer for Noting {
 
     fn end_backup(&self, ids: &[u64], end: BackupEnd) -> Result<(), ControlError> {
         self.note(format!("end_backup {ids:?} {end:?}"))
+    }
+
+    fn start_move(&self, id: u64, start: StartMove) -> Result<MoveInfo, ControlError> {
+        self.note(format!("start_move {id} {start:?}"))
+    }
+
+    fn disk_move(&self, id: u64) -> Result<MoveInfo, ControlError> {
+        self.note(format!("disk_move {id}"))
+    }
+
+    fn cancel_move(&self, id: u64) -> Result<MoveInfo, ControlError> {
+        self.note(format!("cancel_move {id}"))
     }
 
     fn bitmaps(&self, id: u64) -> Result<Vec<BitmapInfo>, ControlError> {
@@ -279,6 +292,8 @@ fn seeds() -> Vec<Vec<u8>> {
         request("PATCH /v1/exports/@3", limit),
         request("POST /v1/exports/@3/flush", ""),
         request("POST /v1/exports/@3/snapshot", r#"{"overlay": "/y"}"#),
+        request("POST /v1/exports/@3/move", r#"{"target": "/y", "max_pause_ms": 10}"#),
+        request("DELETE /v1/exports/@3/move", ""),
         request("GET /v1/exports/@3/bitmaps", ""),
         request("POST /v1/exports/@3/bitmaps", r#"{"name": "a", "granularity_bytes": 512}"#),
         request("PATCH /v1/exports/@3/bitmaps/a%20b", r#"{"enabled": false}"#),

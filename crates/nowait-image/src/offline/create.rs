@@ -87,6 +87,19 @@ impl CreateOptions {
 /// One line: an impossible combination, a file that exists already, a problem with the backing
 /// file, or the failed system call. There is no new file then.
 pub fn create(path: &Path, options: &CreateOptions) -> Result<u64, ImageError> {
+    let (file, size) = create_unnamed(path, options)?;
+    file.finish().map_err(|why| ImageError::refused(path, why))?;
+    Ok(size)
+}
+
+/// Makes an image that is to get the name `path` once it is complete. Returns it, and the size of its disk in bytes.
+///
+/// # Errors
+/// As [`create`].
+pub fn create_unnamed(
+    path: &Path,
+    options: &CreateOptions,
+) -> Result<(AtomicFile, u64), ImageError> {
     let refused = |why: String| ImageError::refused(path, why);
     let driver = options.format.driver();
     let Some(creation) = &driver.create else {
@@ -96,12 +109,10 @@ pub fn create(path: &Path, options: &CreateOptions) -> Result<u64, ImageError> {
     (creation.check)(terms).map_err(refused)?;
     let file = new_file(path)?;
     let size = write_into(&file, path, creation, terms, options)?;
-    file.finish().map_err(refused)?;
-    Ok(size)
+    Ok((file, size))
 }
 
-/// Makes a qcow2 image that stands on the backing file of `options`, with all of its size, and that is to get the name
-/// `path` once it is complete. Returns it, and the size of its disk in bytes.
+/// Like [`create_unnamed`], a qcow2 image that stands on the backing file of `options`, with all of its size.
 ///
 /// # Errors
 /// As [`create`]; a refusal without a backing file.
@@ -109,15 +120,10 @@ pub fn create_overlay(
     path: &Path,
     options: &CreateOptions,
 ) -> Result<(AtomicFile, u64), ImageError> {
-    let file = new_file(path)?;
-    let driver = options.format.driver();
-    let Some(creation) = driver.create.as_ref().filter(|_| options.backing.is_some()) else {
-        return Err(ImageError::refused(path, "an overlay needs a backing file"));
-    };
-    let terms = options.terms();
-    (creation.check)(terms).map_err(|why| ImageError::refused(path, why))?;
-    let size = write_into(&file, path, creation, terms, options)?;
-    Ok((file, size))
+    match options.backing {
+        Some(_) => create_unnamed(path, options),
+        None => Err(ImageError::refused(path, "an overlay needs a backing file")),
+    }
 }
 
 /// An empty file that is to be `path`, which must not exist.

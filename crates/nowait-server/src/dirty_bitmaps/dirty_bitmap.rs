@@ -142,7 +142,7 @@ impl DirtyBitmap {
     }
 
     /// Marks what `range` touches as dirty. Returns false where a part of it has no bits, and is not marked.
-    pub(super) fn set(&self, range: ByteRange) -> bool {
+    pub(crate) fn set(&self, range: ByteRange) -> bool {
         if range.len == 0 {
             return true;
         }
@@ -174,6 +174,29 @@ impl DirtyBitmap {
         for part in self.parts().filter(|part| from < part.end()) {
             part.bits.clear_from(from.saturating_sub(part.first));
         }
+    }
+
+    /// At most `most` dirty ranges of a disk of `size` bytes, from byte `from` on, which are clean then. A change that
+    /// ends after that is dirty again.
+    pub(crate) fn take(&self, from: u64, size: u64, most: usize) -> Vec<ByteRange> {
+        let (mut ranges, mut words) = (Vec::new(), u64::MAX);
+        let mut at = from >> self.shift;
+        while ranges.len() < most {
+            let first = self.find(at, true, &mut words);
+            let begin = self.position(first);
+            if begin >= size {
+                break;
+            }
+            at = self.find(first, false, &mut words);
+            for part in self.parts() {
+                let taken = first.max(part.first)..at.min(part.end());
+                if !taken.is_empty() {
+                    part.bits.clear_range(taken.start - part.first..taken.end - part.first);
+                }
+            }
+            ranges.push(ByteRange::new(begin, self.position(at).min(size) - begin));
+        }
+        ranges
     }
 
     /// The first granule from `from` on that is dirty, or clean if not `dirty`; `u64::MAX` if there is none. As
@@ -233,7 +256,7 @@ impl DirtyBitmap {
     }
 
     /// Bytes of a disk of `size` bytes that are dirty.
-    pub(super) fn dirty_bytes(&self, size: u64) -> u64 {
+    pub(crate) fn dirty_bytes(&self, size: u64) -> u64 {
         let known = self.position(self.granules()).min(size);
         let rest = if self.is_rest_dirty.load(SeqCst) { size - known } else { 0 };
         let granules: u64 = self.parts().map(|part| part.bits.count()).sum();

@@ -69,6 +69,30 @@ impl GranuleBits {
         clear(&self.words, from);
     }
 
+    /// Marks the granules of `range`, which are among these, as clean. Meanwhile none outside it is found clean that is
+    /// not.
+    pub(super) fn clear_range(&self, range: Range<u64>) {
+        for chunk in range.start / CHUNK..range.end.div_ceil(CHUNK) {
+            let (begin, end) = (chunk * CHUNK, (chunk + 1) * CHUNK);
+            if !self.is_full(chunk) {
+                continue;
+            }
+            set(&self.words, begin..range.start.clamp(begin, end));
+            set(&self.words, range.end.clamp(begin, end)..end);
+            if let Some(word) = self.full.get((chunk / WORD) as usize) {
+                word.fetch_and(!(1 << (chunk % WORD)), SeqCst);
+            }
+        }
+        let mut at = range.start;
+        while at < range.end {
+            let first = at / WORD * WORD;
+            if let Some(word) = self.words.get((at / WORD) as usize) {
+                word.fetch_and(!mask(at - first, range.end - first), SeqCst);
+            }
+            at = first + WORD;
+        }
+    }
+
     /// The first granule from `from` on that is dirty, or clean if not `dirty`; the number of granules if there is
     /// none. A search that has looked at more than `words` words ends where it is.
     pub(super) fn find(&self, from: u64, dirty: bool, words: &mut u64) -> u64 {
@@ -187,6 +211,10 @@ mod tests {
                 9 => {
                     bits.clear_from(from);
                     model[from as usize..].fill(false);
+                }
+                6..9 => {
+                    bits.clear_range(from..to);
+                    model[from as usize..to as usize].fill(false);
                 }
                 _ => {
                     bits.set(from..to);

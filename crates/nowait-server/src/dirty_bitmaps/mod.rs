@@ -39,6 +39,17 @@ impl BitmapName {
     }
 }
 
+/// Granules of a tracker, in bytes: those of a disk whose bits have at most [`TRACKER_BITS`].
+const TRACKER_GRANULARITY: u64 = 64 << 10;
+/// Bits of a tracker at most, 4 MiB of memory.
+const TRACKER_BITS: u64 = 32 << 20;
+
+/// Bytes of a granule of a tracker of a disk of `size` bytes.
+fn tracker_granularity(size: u64) -> u64 {
+    let least = size.div_ceil(TRACKER_BITS).next_power_of_two();
+    least.max(TRACKER_GRANULARITY)
+}
+
 /// The bitmaps of an export.
 #[derive(Default)]
 pub(crate) struct DirtyBitmaps {
@@ -52,10 +63,18 @@ struct List {
     all: Vec<Arc<DirtyBitmap>>,
     /// Those that were frozen for a backup that has not ended; each has the id of the one that has taken its place.
     frozen: Vec<Arc<DirtyBitmap>>,
+    /// Bits of copies that are made meanwhile; no client and no user sees them.
+    trackers: Vec<Arc<DirtyBitmap>>,
     next: u64,
 }
 
 impl List {
+    /// Those in which changes are marked.
+    fn enabled(&self) -> impl Iterator<Item = &Arc<DirtyBitmap>> {
+        let is_enabled = |bitmap: &&Arc<DirtyBitmap>| bitmap.is_enabled.load(Ordering::Relaxed);
+        self.all.iter().chain(&self.trackers).filter(is_enabled)
+    }
+
     fn find(&self, name: &str) -> Result<&Arc<DirtyBitmap>, BitmapError> {
         self.all.iter().find(|bitmap| &*bitmap.name == name).ok_or(BitmapError::NoBitmap)
     }
@@ -102,7 +121,7 @@ impl DirtyBitmaps {
 
     /// Tells the threads which bitmaps are enabled now.
     fn publish(&self, list: &List) {
-        let is_on = list.all.iter().any(|bitmap| bitmap.is_enabled.load(Ordering::Relaxed));
+        let is_on = list.enabled().next().is_some();
         let before = self.state.load(Ordering::Relaxed);
         self.state.store((before | 1) + 1 + u64::from(is_on), Ordering::Release);
     }
@@ -352,6 +371,29 @@ impl DirtyBitmaps {
         lock(&self.list).frozen.retain(|it| !Arc::ptr_eq(it, frozen));
     }
 
+    /// Adds bits that have no name, for a disk of `size` bytes: changes that end from now on are marked in them.
+    ///
+    /// # Errors
+    /// [`BitmapError::NoMemory`].
+    pub(crate) fn add_tracker(&self, size: u64) -> Result<Arc<DirtyBitmap>, BitmapError> {
+        let bitmap = DirtyBitmap::new(BitmapId(u64::MAX), "", tracker_granularity(size), true);
+        match bitmap.missing(size) {
+            0 => {}
+            missing => bitmap.grow(missing).map_err(|()| BitmapError::NoMemory)?,
+        }
+        let (bitmap, mut list) = (Arc::new(bitmap), lock(&self.list));
+        list.trackers.push(bitmap.clone());
+        self.publish(&list);
+        Ok(bitmap)
+    }
+
+    /// Marks no more in `tracker`.
+    pub(crate) fn remove_tracker(&self, tracker: &Arc<DirtyBitmap>) {
+        let mut list = lock(&self.list);
+        list.trackers.retain(|it| !Arc::ptr_eq(it, tracker));
+        self.publish(&list);
+    }
+
     fn named(&self, name: &str) -> Result<Arc<DirtyBitmap>, BitmapError> {
         lock(&self.list).find(name).cloned()
     }
@@ -445,7 +487,6 @@ impl EnabledBitmaps {
     fn reload(&mut self, all: &DirtyBitmaps) {
         let list = lock(&all.list);
         self.state = all.state.load(Ordering::Acquire);
-        let enabled = list.all.iter().filter(|bitmap| bitmap.is_enabled.load(Ordering::Relaxed));
-        self.bitmaps = enabled.cloned().collect();
+        self.bitmaps = list.enabled().cloned().collect();
     }
 }

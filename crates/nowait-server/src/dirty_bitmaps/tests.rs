@@ -299,3 +299,56 @@ fn no_change_is_lost_beside_a_clearing() {
         assert!(copied == 20_000 || dirty(&all, &["a"], SIZE) == [512]);
     });
 }
+
+#[test]
+fn what_is_taken_of_a_tracker_is_what_was_changed_since_and_no_user_sees_it() {
+    let mut random = Random::from_seed(nowait_testkit::seed());
+    let (all, mut known) = (DirtyBitmaps::default(), EnabledBitmaps::default());
+    let size = 9 << 20;
+    known.mark(&all, io(Op::Write, 0, size));
+    let tracker = all.add_tracker(size).unwrap();
+    assert!(tracker.take(0, size, usize::MAX).is_empty(), "before it there was nothing");
+    let granules = (size / TRACKER_GRANULARITY) as usize;
+    for _ in 0..20 {
+        let mut model = vec![false; granules];
+        for _ in 0..random.below(9) {
+            let (pos, len) = (random.below(size), 1 + random.below(3 * TRACKER_GRANULARITY));
+            let len = len.min(size - pos);
+            known.mark(&all, io([Op::Write, Op::Zero, Op::Discard][pos as usize % 3], pos, len));
+            let last = (pos + len - 1) / TRACKER_GRANULARITY;
+            model[(pos / TRACKER_GRANULARITY) as usize..=last as usize].fill(true);
+        }
+        let changed = model.iter().filter(|it| **it).count() as u64 * TRACKER_GRANULARITY;
+        assert_eq!(tracker.dirty_bytes(size), changed);
+        let mut taken = vec![false; granules];
+        let mut from = 0;
+        loop {
+            let ranges = tracker.take(from, size, 2);
+            let Some(last) = ranges.last() else { break };
+            from = last.pos + last.len;
+            for range in ranges {
+                let first = (range.pos / TRACKER_GRANULARITY) as usize;
+                taken[first..][..(range.len / TRACKER_GRANULARITY) as usize].fill(true);
+            }
+        }
+        assert_eq!(taken, model);
+        assert_eq!(tracker.dirty_bytes(size), 0);
+    }
+    assert!(all.names().is_empty() && all.specs().is_empty() && all.status(size).is_empty());
+    all.remove_tracker(&tracker);
+    known.mark(&all, io(Op::Write, 0, size));
+    assert_eq!(tracker.dirty_bytes(size), 0, "its end is noticed");
+}
+
+#[test]
+fn a_tracker_has_64k_granules_up_to_2_tib_and_larger_ones_beyond() {
+    let limit = TRACKER_BITS * TRACKER_GRANULARITY;
+    for (size, granularity) in [
+        (0, TRACKER_GRANULARITY),
+        (limit, TRACKER_GRANULARITY),
+        (limit + 1, 2 * TRACKER_GRANULARITY),
+        (1 << 62, 1 << 37),
+    ] {
+        assert_eq!(tracker_granularity(size), granularity, "{size}");
+    }
+}

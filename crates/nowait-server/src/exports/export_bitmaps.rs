@@ -9,6 +9,7 @@ use std::sync::Arc;
 use crate::dirty_bitmaps::bitmap_spec::{BitmapError, BitmapSpec, BitmapStatus, RestoreError};
 use crate::export::ExportId;
 use crate::exports::Exports;
+use crate::exports::change_tracker::ChangeTracker;
 use crate::registered_export::RegisteredExport;
 
 impl Exports {
@@ -115,6 +116,16 @@ impl Exports {
     ) -> Result<(), BitmapError> {
         let registered = self.changeable(id)?;
         registered.bitmaps.merge(target, sources, registered.export().disk().size())
+    }
+
+    /// Has changes that end from now on noted for a copy of the disk of an export that is made meanwhile.
+    ///
+    /// # Errors
+    /// [`BitmapError::NoExport`]; [`BitmapError::InBackup`] for a backup; [`BitmapError::NoMemory`].
+    pub fn track_changes(&self, id: ExportId) -> Result<ChangeTracker, BitmapError> {
+        let registered = self.changeable(id)?;
+        let bits = registered.bitmaps.add_tracker(registered.export().disk().size())?;
+        Ok(ChangeTracker::new(registered, bits))
     }
 
     /// Gives the bitmaps of an export the bits that its disk will need with `size` bytes.

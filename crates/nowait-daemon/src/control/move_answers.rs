@@ -1,0 +1,104 @@
+//! Moves of disks as the control interface begins them.
+//!
+//! Invariant: what can be told to be impossible is refused before anything is copied.
+
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nowait_control::{ControlError, MoveInfo, StartMove};
+use nowait_copy::MirroredDisk;
+use nowait_server::{ExportError, ExportId, Exports};
+
+use crate::control::bitmap_answers::refused;
+use crate::disks::allowed_places::AllowedPlaces;
+use crate::disks::open_disk::Common;
+use crate::disks::served_disks::{ServedDisk, ServedDisks};
+use crate::moves::Moves;
+use crate::moves::job::Job;
+use crate::moves::move_thread::MoveThread;
+use crate::moves::target::{MoveTarget, MovedDisk};
+
+/// How long an export may be paused for the exchange, in milliseconds.
+/// Beyond it: 400.
+const MAX_PAUSES_MS: RangeInclusive<u64> = 10..=60_000;
+/// The pause without a wish of the user.
+const DEFAULT_MAX_PAUSE_MS: u64 = 2_000;
+
+/// The parts of a server that a move needs.
+pub(crate) struct MovingServer<'a> {
+    pub(crate) exports: &'a Exports,
+    pub(crate) disks: &'a ServedDisks,
+    pub(crate) allowed: &'a AllowedPlaces,
+    pub(crate) common: &'a Common,
+    pub(crate) moves: &'a Moves,
+}
+
+impl MovingServer<'_> {
+    /// Begins to move the disk of export `id`.
+    ///
+    /// # Errors
+    /// Why it cannot begin: then nothing has changed.
+    pub(crate) fn start(&self, id: ExportId, start: &StartMove) -> Result<MoveInfo, ControlError> {
+        let Self { exports, disks, moves, .. } = *self;
+        let max_pause_ms = start.max_pause_ms.unwrap_or(DEFAULT_MAX_PAUSE_MS);
+        if !MAX_PAUSES_MS.contains(&max_pause_ms) {
+            let why = "the longest pause is 10 to 60000 milliseconds";
+            return Err(ControlError::Invalid(why.into()));
+        }
+        if start.rate_bytes == Some(0) {
+            return Err(ControlError::Invalid("a rate is at least 1 byte a second".into()));
+        }
+        let max_pause = Duration::from_millis(max_pause_ms);
+        moves.refuse_during_move(id)?;
+        let (moved, source) = self.moved(id)?;
+        let target = MoveTarget::open(start, &moved, self.allowed, self.common)?;
+        let is_it = |other: &ServedDisk| other.disk.identity.is_same(&target.disk().identity);
+        if disks.lock().iter().any(is_it) {
+            return Err(ControlError::Conflict(format!("{}: it is served already", target.name)));
+        }
+        // An export that cannot be paused is found now, and not when all is copied.
+        let paused = exports.pause_export(id, max_pause)?;
+        let tracker = exports.track_changes(id).map_err(refused)?;
+        drop(paused);
+        let job = Arc::new(Job::new(target.name.clone(), moved.size));
+        moves.add(id, &job)?;
+        let thread = MoveThread {
+            exports: exports.clone(),
+            disks: disks.clone(),
+            id,
+            moves: moves.clone(),
+            job: job.clone(),
+            tracker,
+            source,
+            max_pause,
+            rate: start.rate_bytes,
+        };
+        thread.start(target).map_err(|error| {
+            moves.forget(id);
+            ControlError::Failed(format!("there is no thread for it: {error}"))
+        })?;
+        Ok(job.info())
+    }
+
+    /// The disk of export `id`.
+    fn moved(&self, id: ExportId) -> Result<(MovedDisk, MirroredDisk), ControlError> {
+        let disks = self.disks.lock();
+        let served = disks.iter().find(|served| served.id == id).ok_or(ExportError::NotFound)?;
+        let disk = &served.disk;
+        if !disk.options.writable {
+            return Err(ControlError::Conflict(
+                "it is served read-only, so it does not change: copy it (nowait copy), and serve the copy".into(),
+            ));
+        }
+        let (size, device) = (disk.image.size(), disk.image.device());
+        let name = disk.named.full_name().to_string_lossy().into_owned();
+        let moved = MovedDisk {
+            named: disk.named.clone(),
+            options: disk.options.clone(),
+            description: disk.description.clone(),
+            size,
+        };
+        Ok((moved, MirroredDisk { name, device }))
+    }
+}

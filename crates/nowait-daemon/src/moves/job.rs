@@ -1,0 +1,138 @@
+//! What is known of a move, and whether it is to end.
+//!
+//! Invariant: a move that has ended does not run again.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use nowait_control::MoveInfo;
+
+/// The state of a move that has not ended, for who asks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stage {
+    /// All of the disk is copied.
+    Copying,
+    /// What has changed meanwhile is copied again.
+    Following,
+    /// The same, but its writers are faster than that.
+    Behind,
+    /// The export is paused.
+    Pivoting,
+}
+
+impl Stage {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Copying => "copying",
+            Self::Following => "following",
+            Self::Behind => "behind",
+            Self::Pivoting => "pivoting",
+        }
+    }
+}
+
+/// How a move has ended.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum End {
+    /// The export is served from its new place, after this pause.
+    Completed(Duration),
+    Failed(String),
+    Cancelled,
+}
+
+/// A move.
+pub(crate) struct Job {
+    cancel: AtomicBool,
+    info: Mutex<MoveInfo>,
+}
+
+impl Job {
+    /// A move of a disk of `size` bytes to `target`.
+    pub(crate) fn new(target: String, size: u64) -> Self {
+        let state = Stage::Copying.name().to_owned();
+        let (total_bytes, left_bytes) = (size, size);
+        let info = MoveInfo {
+            target,
+            state,
+            running: true,
+            total_bytes,
+            left_bytes,
+            ..MoveInfo::default()
+        };
+        Self { cancel: AtomicBool::new(false), info: Mutex::new(info) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, MoveInfo> {
+        self.info.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What is known of it.
+    pub(crate) fn info(&self) -> MoveInfo {
+        self.lock().clone()
+    }
+
+    /// Whether it has not ended.
+    pub(crate) fn is_running(&self) -> bool {
+        self.lock().running
+    }
+
+    /// It is to end, and the disk to stay where it is.
+    pub(crate) fn cancel(&self) {
+        self.cancel.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it is to end.
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.cancel.load(Ordering::Relaxed)
+    }
+
+    /// The flag that says so.
+    pub(crate) const fn cancel_flag(&self) -> &AtomicBool {
+        &self.cancel
+    }
+
+    pub(crate) fn set_stage(&self, stage: Stage) {
+        stage.name().clone_into(&mut self.lock().state);
+    }
+
+    /// Bytes that were copied so far, and those that are left.
+    pub(crate) fn set_progress(&self, copied: u64, left: u64) {
+        let mut info = self.lock();
+        (info.copied_bytes, info.left_bytes) = (copied, left);
+    }
+
+    /// What has changed was copied once more.
+    pub(crate) fn count_round(&self) {
+        self.lock().rounds += 1;
+    }
+
+    /// Adds a line for the user.
+    pub(crate) fn note(&self, line: String) {
+        self.lock().notes.push(line);
+    }
+
+    /// Whether there is a line for the user.
+    pub(crate) fn has_notes(&self) -> bool {
+        !self.lock().notes.is_empty()
+    }
+
+    /// It has ended so.
+    pub(crate) fn end(&self, end: &End) {
+        let mut info = self.lock();
+        info.running = false;
+        info.state = match end {
+            End::Completed(pause) => {
+                info.pause_ms = Some(pause.as_secs_f64() * 1e3);
+                info.left_bytes = 0;
+                "completed"
+            }
+            End::Failed(why) => {
+                info.failure = Some(why.clone());
+                "failed"
+            }
+            End::Cancelled => "cancelled",
+        }
+        .to_owned();
+    }
+}

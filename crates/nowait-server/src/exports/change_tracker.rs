@@ -1,0 +1,52 @@
+//! What changes on an export while its disk is copied.
+//!
+//! Invariant: a change that a client was told of is in the tracker, or was taken from it after the change had ended.
+
+use std::sync::Arc;
+
+use nowait::ByteRange;
+
+use crate::dirty_bitmaps::dirty_bitmap::DirtyBitmap;
+use crate::registered_export::RegisteredExport;
+
+/// The changes of an export since they were taken last, in granules of 64 KiB, or larger ones of disks beyond 2 TiB. No
+/// client and no user sees it. It ends when this is dropped.
+pub struct ChangeTracker {
+    export: Arc<RegisteredExport>,
+    bits: Arc<DirtyBitmap>,
+}
+
+impl ChangeTracker {
+    /// The tracker of `export` that has its changes in `bits`.
+    pub(crate) fn new(export: Arc<RegisteredExport>, bits: Arc<DirtyBitmap>) -> Self {
+        Self { export, bits }
+    }
+
+    fn size(&self) -> u64 {
+        self.export.export().disk().size()
+    }
+
+    /// Takes at most `most` changed ranges, from byte `from` of the disk on: they are not changed any more. A change that
+    /// ends after that is marked again, so bytes that are read afterwards are never older than what is taken.
+    #[must_use]
+    pub fn take(&self, from: u64, most: usize) -> Vec<ByteRange> {
+        self.bits.take(from, self.size(), most)
+    }
+
+    /// Marks ranges as changed that were taken, and not copied.
+    pub fn put_back(&self, ranges: &[ByteRange]) {
+        ranges.iter().for_each(|range| _ = self.bits.set(*range));
+    }
+
+    /// Bytes of the disk that are changed.
+    #[must_use]
+    pub fn changed_bytes(&self) -> u64 {
+        self.bits.dirty_bytes(self.size())
+    }
+}
+
+impl Drop for ChangeTracker {
+    fn drop(&mut self) {
+        self.export.bitmaps.remove_tracker(&self.bits);
+    }
+}
