@@ -7,18 +7,21 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
 
 use nowait_testkit::nbd::{Client, Command as Request};
 use nowait_testkit::{Finished, Random, Running, SetOnDrop, require_tool, seed, tool, wait_until};
 use rustix::process::Signal;
 use serde_json::Value;
 
+use crate::common::load::load;
 use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, text};
 
 const SIZE: u64 = 16 * MIB;
 /// A pause that suffices under any load.
 const LONG_PAUSE: [&str; 2] = ["--max-pause", "60000"];
+
+/// Options of a move that copies all that there is, and does not end while a client writes.
+const FOLLOWS: [&str; 5] = ["--rate", "2M", "--max-pause", "10", "--detach"];
 
 /// A server of an image of 16 MiB, `disk`, in a directory that it may make images in.
 struct Served {
@@ -129,6 +132,19 @@ fn while_written<T>(it: &Served, model: &mut [u8], act: impl FnOnce() -> T) -> T
     })
 }
 
+/// Acts while a client writes 2 MiB again and again, faster than a move with [`FOLLOWS`] copies them.
+fn while_overwritten(it: &Served, act: impl FnOnce()) {
+    let over = AtomicBool::new(false);
+    let mut client = it.server.connect();
+    thread::scope(|scope| {
+        let load = scope.spawn(|| load(&mut client, 0, &over));
+        let loading = SetOnDrop(&over);
+        act();
+        drop(loading);
+        assert!(load.join().expect("no error") > 0);
+    });
+}
+
 /// Random bytes in a part of the disk, and its model.
 fn filled(it: &Served) -> Vec<u8> {
     let mut model = vec![0; SIZE as usize];
@@ -176,4 +192,268 @@ fn a_disk_moves_between_files_while_it_is_written_and_the_one_before_stays_as_it
             }
         }
     }
+}
+
+#[test]
+fn a_disk_moves_to_an_export_of_another_server_and_back_to_a_file() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("behind", SIZE);
+    let behind = Server::start(&image, &["-f", "raw"]);
+    let it = Served::start("qcow2", &["--allow-uri", behind.uri()]);
+    it.export(&["bitmap", "add", "@0", "monday"]).succeeds();
+    let mut model = filled(&it);
+    let info = while_written(&it, &mut model, || it.move_to(behind.uri(), &[]));
+    assert!(info["notes"][0].as_str().is_some_and(|note| note.contains("monday")), "{info}");
+    assert_eq!(it.status()["image"], behind.uri());
+    assert_served(&it, &model);
+    let bitmaps = it.export(&["bitmap", "list", "@0", "--json"]).succeeds();
+    let bitmaps: Value = serde_json::from_str(&bitmaps).expect("JSON");
+    let dirty = bitmaps[0]["dirty_bytes"].as_u64().expect("a number");
+    assert!(dirty >= 4 * MIB && bitmaps[0].get("persistent") != Some(&true.into()), "{bitmaps}");
+    let file = it.scratch.join("back.qcow2");
+    let info = while_written(&it, &mut model, || it.move_to(text(&file), &[]));
+    assert!(info.get("notes").is_none(), "{info}");
+    assert_eq!(it.status()["format"], "qcow2");
+    assert_served(&it, &model);
+    behind.stop();
+    it.server.stop();
+    assert!(contents(&it.scratch, &file, "qcow2") == model);
+}
+
+#[test]
+fn a_disk_moves_to_qemu_nbd() {
+    if !require_tool("qemu-nbd") {
+        return;
+    }
+    let it = Scratch::new();
+    let (image, socket) = (it.sparse("behind", SIZE), it.join("qemu.sock"));
+    let mut command = Command::new("qemu-nbd");
+    command.args(["--persistent", "--format=raw", "--socket"]).arg(&socket).arg(&image);
+    let mut qemu = Running::start(&mut command);
+    wait_until("qemu-nbd listens", || socket.exists());
+    let uri = format!("nbd+unix:///?socket={}", socket.display());
+    let served = Served::start("raw", &["--allow-uri", &uri]);
+    let mut model = filled(&served);
+    while_written(&served, &mut model, || served.move_to(&uri, &[]));
+    assert_served(&served, &model);
+    served.server.stop();
+    qemu.end();
+    assert!(std::fs::read(&image).expect("an image") == model);
+}
+
+#[test]
+fn a_move_that_is_cancelled_leaves_the_disk_where_it_was_and_no_file() {
+    for is_following in [false, true] {
+        let it = Served::start("raw", &[]);
+        let mut model = filled(&it);
+        let names = it.files();
+        let target = it.scratch.join("moved");
+        let cancel = || {
+            assert!(!target.exists());
+            let said = it.export(&["move", "@0", "--cancel"]).succeeds();
+            assert!(said.contains("was cancelled: the disk is where it was"), "{said}");
+        };
+        match is_following {
+            false => while_written(&it, &mut model, || {
+                it.begin_slowly(text(&target));
+                cancel();
+            }),
+            true => while_overwritten(&it, || {
+                it.export(&[&["move", "@0", text(&target)], &FOLLOWS[..]].concat()).succeeds();
+                wait_until("all is copied", || it.status()["moving"]["rounds"] != 0);
+                cancel();
+                let mut client = it.server.connect();
+                client.read(0, 4096).expect("bytes");
+            }),
+        }
+        model[..2 << 20].copy_from_slice(&it.server.connect().read(0, 2 << 20).expect("bytes"));
+        assert_eq!((it.state().as_str(), it.files()), ("cancelled", names));
+        assert_served(&it, &model);
+        let said = it.export(&["move", "@0", "--cancel"]).fails();
+        assert!(said.contains("it is not being moved"), "{said}");
+        // The next one is not hindered by it.
+        it.move_to(text(&target), &[]);
+        assert_served(&it, &model);
+        it.server.stop();
+    }
+}
+
+#[test]
+fn a_command_that_waits_for_its_move_cancels_it_when_it_is_interrupted() {
+    let it = Served::start("raw", &[]);
+    let model = filled(&it);
+    let target = it.scratch.join("moved");
+    let mut waiting =
+        Running::start(&mut it.export(&["move", "@0", text(&target), "--rate", "64K"]));
+    wait_until("it moves", || it.status().get("moving").is_some());
+    let pid = rustix::process::Pid::from_child(&waiting.0);
+    // It may not yet handle the signal.
+    wait_until("it is cancelled", || {
+        let _ = rustix::process::kill_process(pid, Signal::INT);
+        it.state() == "cancelled"
+    });
+    assert!(!waiting.0.wait().expect("an end").success());
+    assert_eq!(it.files(), ["disk"]);
+    assert_served(&it, &model);
+    it.server.stop();
+}
+
+#[test]
+fn a_server_that_ends_or_is_killed_during_a_move_leaves_its_disk_and_nothing_under_the_new_name() {
+    for is_killed in [false, true] {
+        let it = Served::start("raw", &[]);
+        let model = filled(&it);
+        let target = it.scratch.join("moved");
+        it.begin_slowly(text(&target));
+        let Served { mut server, scratch, .. } = it;
+        match is_killed {
+            true => {
+                server.signal(Signal::KILL);
+                server.wait();
+                assert!(!target.exists());
+            }
+            false => {
+                server.stop();
+                assert!(!target.exists() && !scratch.join("moved.partial").exists());
+            }
+        }
+        assert!(std::fs::read(scratch.join("disk")).expect("the disk") == model);
+        let again = Server::start(&scratch.join("disk"), &["--format", "raw"]);
+        again.connect().write(0, &[1; 512]).expect("a write");
+        again.stop();
+    }
+}
+
+#[test]
+fn a_target_that_fails_ends_the_move_and_no_client_notices() {
+    // A file that is too short for the tables beside the data.
+    let limit = format!("--fsize={SIZE}");
+    let it = Served::start_under(&["prlimit", &limit], "raw", &[]);
+    let mut model = Random::from_seed(seed()).bytes(SIZE as usize);
+    it.server.connect().write(0, &model).expect("a write");
+    let target = it.scratch.join("moved.qcow2");
+    while_overwritten(&it, || {
+        let said = it.export(&["move", "@0", text(&target), "--max-pause", "60000"]).fails();
+        assert!(said.contains("moved.qcow2: cannot") && said.lines().count() == 1, "{said}");
+    });
+    assert_eq!((it.state().as_str(), it.files()), ("failed", vec!["disk".to_owned()]));
+    model[..2 << 20].copy_from_slice(&it.server.connect().read(0, 2 << 20).expect("bytes"));
+    assert_served(&it, &model);
+    it.server.stop();
+    // A server that is killed.
+    let scratch = Scratch::new();
+    let image = scratch.sparse("behind", SIZE);
+    let mut behind = Server::start(&image, &["-f", "raw"]);
+    let it = Served::start("raw", &["--allow-uri", behind.uri(), "--reconnect", "1"]);
+    let mut model = filled(&it);
+    while_written(&it, &mut model, || {
+        it.begin_slowly(behind.uri());
+        behind.signal(Signal::KILL);
+        behind.wait();
+        wait_until("the move has failed", || it.state() == "failed");
+    });
+    let failure = it.status()["moving"]["failure"].to_string();
+    assert!(failure.contains("nbd+unix:"), "{failure}");
+    assert_served(&it, &model);
+    it.server.stop();
+}
+
+#[test]
+fn what_cannot_be_done_during_a_move_is_refused_and_the_other_way_round() {
+    let it = Served::start("qcow2", &[]);
+    filled(&it);
+    let more = it.scratch.join("more");
+    accepted(&["create", text(&more), "1M"]);
+    it.export(&["add", "more", text(&more)]).succeeds();
+    it.export(&["bitmap", "add", "@0", "b"]).succeeds();
+    let target = it.scratch.join("moved");
+    it.begin_slowly(text(&target));
+    let overlay = it.scratch.join("overlay");
+    let refused: [&[&str]; 9] = [
+        &["resize", "@0", "32M"],
+        &["snapshot", "@0", text(&overlay)],
+        &["backup", "start", "@0"],
+        &["bitmap", "add", "@0", "c"],
+        &["bitmap", "clear", "@0", "b"],
+        &["bitmap", "disable", "@0", "b"],
+        &["bitmap", "remove", "@0", "b"],
+        &["remove", "@0", "--force"],
+        &["move", "@0", text(&overlay)],
+    ];
+    for arguments in refused {
+        let said = it.export(arguments).fails();
+        let is_told = said.contains("is being moved to") && said.contains("--cancel");
+        assert!(is_told && said.lines().count() == 1, "{arguments:?}: {said}");
+    }
+    let mut upgrade = tool(NOWAIT);
+    let said = upgrade.arg("upgrade").arg("--control").arg(&it.control).fails();
+    assert!(said.contains("is being moved to"), "{said}");
+    // Another export is not concerned, nor is what needs no other image.
+    it.export(&["bitmap", "add", "more", "b"]).succeeds();
+    it.export(&["limit", "@0", "--limit-iops", "9000"]).succeeds();
+    it.export(&["move", "@0", "--cancel"]).succeeds();
+    it.export(&["resize", "@0", "32M"]).succeeds();
+    it.export(&["backup", "start", "@0"]).succeeds();
+    let said = it.export(&["move", "@0", text(&target)]).fails();
+    assert!(said.contains("it has a backup"), "{said}");
+    let said = it.export(&["move", "backup", text(&target)]).fails();
+    assert!(said.contains("is the backup of") || said.contains("no such export"), "{said}");
+    assert!(!target.exists() && !it.scratch.join("moved.partial").exists());
+    it.export(&["backup", "abort", "@0"]).succeeds();
+    it.server.stop();
+}
+
+#[test]
+fn a_place_that_a_disk_cannot_move_to_is_refused_before_anything_is_made() {
+    let scratch = Scratch::new();
+    let small = scratch.sparse("small", SIZE - 512);
+    let behind = Server::start(&small, &["-f", "raw"]);
+    let it = Served::start("raw", &["--allow-uri", behind.uri()]);
+    std::fs::write(it.scratch.join("taken"), "precious").expect("a file");
+    let names = it.files();
+    let (taken, disk) = (it.scratch.join("taken"), it.scratch.join("disk"));
+    let elsewhere = scratch.join("new");
+    let new = it.scratch.join("new");
+    let refused: [(&[&str], &str); 9] = [
+        (&[text(&taken)], "there is such a file already"),
+        (&[text(&disk)], "there is such a file already"),
+        (&[text(&elsewhere)], "is not in a directory of --allow-dir"),
+        (&[behind.uri()], "16776704 bytes, and the disk 16777216"),
+        (&["nbd://other.example/x"], "--allow-uri does not allow"),
+        (&[text(&new), "--format", "vmdk"], "the formats of a new file are raw and qcow2"),
+        (&[text(&new), "--max-pause", "9"], "it goes from 10 to 60000"),
+        (&[text(&new), "--rate", "0"], "at least one byte is needed"),
+        (&["/dev/null"], "is not in a directory of --allow-dir"),
+    ];
+    for (arguments, why) in refused {
+        let said = it.export(&[&["move", "@0"], arguments].concat()).fails();
+        assert!(said.contains(why), "{arguments:?}: {said}");
+    }
+    assert_eq!(it.files(), names);
+    let more = it.scratch.join("more");
+    accepted(&["create", text(&more), "1M"]);
+    it.export(&["add", "ro", text(&more), "--read-only"]).succeeds();
+    let said = it.export(&["move", "ro", text(&new)]).fails();
+    assert!(said.contains("it is served read-only"), "{said}");
+    it.server.stop();
+    behind.stop();
+}
+
+#[test]
+fn a_pause_that_is_too_short_leaves_the_disk_where_it_is_until_its_writers_are_slower() {
+    let it = Served::start("raw", &[]);
+    let mut model = filled(&it);
+    let target = it.scratch.join("moved");
+    while_overwritten(&it, || {
+        it.export(&[&["move", "@0", text(&target)], &FOLLOWS[..]].concat()).succeeds();
+        wait_until("its writers are faster", || it.state() == "behind");
+        assert!(it.status()["moving"]["running"] == true && !target.exists());
+    });
+    assert!(it.server.log().contains("its writers are faster than its move"));
+    // They have ended, so it can end, too.
+    wait_until("it has moved", || it.state() == "completed");
+    model[..2 << 20].copy_from_slice(&it.server.connect().read(0, 2 << 20).expect("bytes"));
+    assert_served(&it, &model);
+    it.server.stop();
+    assert!(std::fs::read(&target).expect("the new place") == model);
 }

@@ -57,10 +57,12 @@ impl MovingServer<'_> {
         if disks.lock().iter().any(is_it) {
             return Err(ControlError::Conflict(format!("{}: it is served already", target.name)));
         }
-        // An export that cannot be paused is found now, and not when all is copied.
-        let paused = exports.pause_export(id, max_pause)?;
+        // An export that cannot be paused is found now, and not when all is copied. One that is busy may be paused later.
+        match exports.pause_export(id, max_pause) {
+            Ok(_) | Err(ExportError::DoesNotEnd) => {}
+            Err(error) => return Err(error.into()),
+        }
         let tracker = exports.track_changes(id).map_err(refused)?;
-        drop(paused);
         let job = Arc::new(Job::new(target.name.clone(), moved.size));
         moves.add(id, &job)?;
         let thread = MoveThread {

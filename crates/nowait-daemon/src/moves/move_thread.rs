@@ -98,7 +98,10 @@ struct Pace {
     max_pause: Duration,
     /// Bytes a second that are copied.
     speed: f64,
+    /// The fewest bytes that a round has left, and the rounds since then.
+    fewest: u64,
     rounds_without_progress: u32,
+    /// Pauses that did not suffice.
     late: u32,
     next_attempt: Instant,
 }
@@ -111,9 +114,10 @@ impl Pace {
         }
     }
 
-    /// Notes that a round has left `after` bytes of `before`.
-    fn on_round(&mut self, before: u64, after: u64) {
-        let has_progress = after < before / 10 * 9;
+    /// Notes that a round has left `left` bytes.
+    fn on_round(&mut self, left: u64) {
+        let has_progress = left < self.fewest / 10 * 9;
+        self.fewest = self.fewest.min(left);
         self.rounds_without_progress =
             if has_progress { 0 } else { self.rounds_without_progress + 1 };
     }
@@ -228,6 +232,7 @@ impl MoveThread {
         let mut pace = Pace {
             max_pause: self.max_pause,
             speed: 0.0,
+            fewest: u64::MAX,
             rounds_without_progress: 0,
             late: 0,
             next_attempt: begin,
@@ -266,7 +271,7 @@ impl MoveThread {
         mirror.flush(None)?;
         self.job.count_round();
         pace.on_copied(counter.copied() - copied, begin);
-        pace.on_round(left, self.tracker.changed_bytes());
+        pace.on_round(self.tracker.changed_bytes());
         self.job.set_stage(if pace.is_behind() { Stage::Behind } else { Stage::Following });
         if !was_behind && pace.is_behind() && left > 0 {
             let name = plain(&self.source.name);
