@@ -13,7 +13,7 @@ use crate::api::{
 use crate::backup_api::{BackupInfo, StartBackup};
 use crate::bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
 use crate::counted_api::{ExportInfo, ServerInfo};
-use crate::move_api::{MoveInfo, StartMove};
+use crate::move_api::{MoveInfo, ReplicationInfo, StartMove, StartReplication};
 
 /// A server that can be asked and changed. Methods may be called by several threads simultaneously.
 pub trait ControlledServer: Send + Sync + 'static {
@@ -146,6 +146,28 @@ pub trait ControlledServer: Send + Sync + 'static {
     /// # Errors
     /// There is no such export, or its disk is not being moved.
     fn cancel_move(&self, id: u64) -> Result<MoveInfo, ControlError>;
+
+    /// Begins to replicate the disk of export `id` to an export of another server, again and again.
+    ///
+    /// # Errors
+    /// Why it cannot begin: then nothing has changed.
+    fn start_replication(
+        &self,
+        id: u64,
+        start: StartReplication,
+    ) -> Result<ReplicationInfo, ControlError>;
+
+    /// The replication of the disk of export `id`, or the last one that has ended.
+    ///
+    /// # Errors
+    /// There is no such export, or its disk was not replicated.
+    fn replication(&self, id: u64) -> Result<ReplicationInfo, ControlError>;
+
+    /// Ends the replication of the disk of export `id`.
+    ///
+    /// # Errors
+    /// There is no such export, or its disk is not being replicated.
+    fn stop_replication(&self, id: u64) -> Result<ReplicationInfo, ControlError>;
 
     /// Closes a connection.
     ///

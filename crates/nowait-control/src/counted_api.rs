@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::api::{BucketInfo, ErrnoInfo, LatencyInfo, LimitsInfo};
 use crate::backup_api::BackupInfo;
 use crate::described_structs::described;
-use crate::move_api::MoveInfo;
+use crate::move_api::{MoveInfo, ReplicationInfo};
 
 described! {
     /// A server (`GET /v1/server`).
@@ -122,6 +122,9 @@ described! {
         /// The move of its disk to another place, or the last one that has ended.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pub moving: Option<MoveInfo>,
+        /// The replication of its disk to another server, or the last one that has ended.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub replication: Option<ReplicationInfo>,
     }
 }
 

@@ -67,7 +67,7 @@ pub(crate) mod openapi {
     use crate::counted_api::{
         ExportInfo, FrontendInfo, NbdServerInfo, OperationInfo, ServerInfo, StoreInfo,
     };
-    use crate::move_api::MoveInfo;
+    use crate::move_api::{MoveInfo, ReplicationInfo};
 
     /// The type of a field.
     pub(crate) enum Type {
@@ -207,6 +207,7 @@ pub(crate) mod openapi {
             named::<ExportInfo>(),
             named::<BackupInfo>(),
             named::<MoveInfo>(),
+            named::<ReplicationInfo>(),
             named::<FrontendInfo>(),
             named::<OperationInfo>(),
         ] {

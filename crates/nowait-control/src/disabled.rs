@@ -20,7 +20,7 @@ use crate::bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
 use crate::client_error::ClientError;
 use crate::controlled_server::ControlledServer;
 use crate::counted_api::{ExportInfo, ServerInfo};
-use crate::move_api::{MoveInfo, StartMove};
+use crate::move_api::{MoveInfo, ReplicationInfo, StartMove, StartReplication};
 
 const REFUSAL: &str =
     "this nowait was built without the control interface (it is the cargo feature \"control\")";
@@ -252,6 +252,34 @@ impl Client {
     /// # Errors
     /// As [`Client::server`].
     pub const fn cancel_move(&self, _: &str) -> Result<MoveInfo, ClientError> {
+        match self.0 {}
+    }
+
+    /// Begins to replicate a disk.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub const fn start_replication(
+        &self,
+        _: &str,
+        _: &StartReplication,
+    ) -> Result<ReplicationInfo, ClientError> {
+        match self.0 {}
+    }
+
+    /// The replication of a disk.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub const fn replication(&self, _: &str) -> Result<ReplicationInfo, ClientError> {
+        match self.0 {}
+    }
+
+    /// Ends the replication of a disk.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub const fn stop_replication(&self, _: &str) -> Result<ReplicationInfo, ClientError> {
         match self.0 {}
     }
 

@@ -42,4 +42,4 @@ pub use counted_api::{
 pub use http::fuzz;
 pub use http::{Client, DISABLED, HttpListener, HttpServer, Proof, Token};
 pub use load::{Load, paths};
-pub use move_api::{MoveInfo, StartMove};
+pub use move_api::{MoveInfo, ReplicationInfo, StartMove, StartReplication};

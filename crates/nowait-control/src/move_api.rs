@@ -57,3 +57,51 @@ pub struct StartMove {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate_bytes: Option<u64>,
 }
+
+described! {
+    /// The replication of the disk of an export to an export of another server, or the last one that has ended
+    /// (`GET /v1/exports/NAME/replicate`).
+    #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+    pub struct ReplicationInfo as "Replication" {
+        /// The URI of the target.
+        pub target: String,
+        /// `copying` what has changed, `waiting` for the next round, `retrying` after an error; in the end `stopped`.
+        pub state: String,
+        /// Whether it has not ended.
+        pub running: bool => Gauge "nowait_replicate_running",
+        /// Seconds from the begin of a round to the next.
+        pub every_seconds: u64,
+        /// Rounds that are complete and durable on the target.
+        pub rounds: u64 => Counter "nowait_replicate_rounds",
+        /// Rounds that have failed.
+        pub failures: u64 => Counter "nowait_replicate_failures",
+        /// Bytes that were copied so far.
+        pub copied_bytes: u64 => Counter "nowait_replicate_copied" "bytes",
+        /// Bytes that are still to be copied, as of now.
+        pub left_bytes: u64 => Gauge "nowait_replicate_left" "bytes",
+        /// Whether the target is the disk as it was at the last instant; if not, it is a mixture of that and the next one.
+        pub consistent: bool => Gauge "nowait_replicate_consistent",
+        /// The instant of the last complete round, in seconds since 1970.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub instant_unix_seconds: Option<f64>,
+        /// Seconds since that instant, or since the begin.
+        pub lag_seconds: f64 => Gauge "nowait_replicate_lag" "seconds",
+        /// Why the last round has failed.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub last_error: Option<String> => Gauge "nowait_replicate_failing",
+    }
+}
+
+/// A replication to begin (`POST /v1/exports/NAME/replicate`).
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StartReplication {
+    /// The URI of an export of another server, of the same size.
+    pub target: String,
+    /// Seconds from the begin of a round to the next, 1 to 86400; 60 without it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub every_seconds: Option<u64>,
+    /// Bytes a second that are copied at most, at least 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rate_bytes: Option<u64>,
+}

@@ -11,8 +11,9 @@ use nowait_control::{
     ClientError, ConnectionInfo, ControlError, ControlledServer, EndBackup, ErrnoInfo,
     ExportHistory, ExportInfo, FrontendInfo, HistoryInfo, HttpListener, HttpServer, LatencyInfo,
     LimitsInfo, MergeBitmaps, MoveInfo, NbdServerInfo, OperationInfo, PastErrors, PatchBitmap,
-    PatchExport, RemovedExport, SeriesInfo, ServerInfo, SnapshotReport, SnapshotRequest,
-    StartBackup, StartMove, Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
+    PatchExport, RemovedExport, ReplicationInfo, SeriesInfo, ServerInfo, SnapshotReport,
+    SnapshotRequest, StartBackup, StartMove, StartReplication, Statistics, StoreInfo,
+    UpgradeReport, UpgradeRequest,
 };
 use nowait_server::BackupEnd;
 use serde::Serialize;
@@ -30,7 +31,8 @@ impl Noting {
 
 fn export() -> ExportInfo {
     let (backup, moving) = (Some(BackupInfo::default()), Some(MoveInfo::default()));
-    ExportInfo { id: 3, name: "a/b c".into(), backup, moving, ..ExportInfo::default() }
+    let replication = Some(ReplicationInfo::default());
+    ExportInfo { id: 3, name: "a/b c".into(), backup, moving, replication, ..ExportInfo::default() }
 }
 
 impl ControlledServer for Noting {
@@ -151,6 +153,25 @@ impl ControlledServer for Noting {
         Ok(Default::default())
     }
 
+    fn start_replication(
+        &self,
+        id: u64,
+        start: StartReplication,
+    ) -> Result<ReplicationInfo, ControlError> {
+        self.note(format!("start_replication {id} {}", start.target));
+        Ok(Default::default())
+    }
+
+    fn replication(&self, id: u64) -> Result<ReplicationInfo, ControlError> {
+        self.note(format!("replication {id}"));
+        Ok(Default::default())
+    }
+
+    fn stop_replication(&self, id: u64) -> Result<ReplicationInfo, ControlError> {
+        self.note(format!("stop_replication {id}"));
+        Ok(Default::default())
+    }
+
     fn disconnect(&self, id: u64) -> Result<(), ControlError> {
         self.note(format!("disconnect {id}"));
         Ok(())
@@ -234,8 +255,8 @@ fn backup_schemas() -> [(&'static str, BTreeSet<String>); 3] {
     [("Backup", fields(&backup)), ("StartBackup", fields(&start)), ("EndBackup", fields(&end))]
 }
 
-/// The schemas of moves and their fields.
-fn move_schemas() -> [(&'static str, BTreeSet<String>); 2] {
+/// The schemas of moves and replications, and their fields.
+fn move_schemas() -> [(&'static str, BTreeSet<String>); 4] {
     let (text, notes) = (|| Some(String::new()), vec![String::new()]);
     let info = MoveInfo { failure: text(), pause_ms: Some(1.0), notes, ..MoveInfo::default() };
     let start = StartMove {
@@ -245,7 +266,22 @@ fn move_schemas() -> [(&'static str, BTreeSet<String>); 2] {
         rate_bytes: Some(1),
         ..StartMove::default()
     };
-    [("Move", fields(&info)), ("StartMove", fields(&start))]
+    let replication = ReplicationInfo {
+        instant_unix_seconds: Some(1.0),
+        last_error: text(),
+        ..ReplicationInfo::default()
+    };
+    let every = StartReplication {
+        every_seconds: Some(1),
+        rate_bytes: Some(1),
+        ..StartReplication::default()
+    };
+    [
+        ("Move", fields(&info)),
+        ("StartMove", fields(&start)),
+        ("Replication", fields(&replication)),
+        ("StartReplication", fields(&every)),
+    ]
 }
 
 /// The schemas of dirty bitmaps and their fields.
@@ -353,6 +389,10 @@ fn the_client_asks_for_what_its_methods_say() {
     client.start_move(&name, &StartMove { target: "/t".into(), ..StartMove::default() }).unwrap();
     client.disk_move(&name).unwrap();
     client.cancel_move("@3").unwrap();
+    let start = StartReplication { target: "nbd://h/".into(), ..StartReplication::default() };
+    client.start_replication(&name, &start).unwrap();
+    client.replication(&name).unwrap();
+    client.stop_replication("@3").unwrap();
     let add = AddExport { name: "x".into(), path: "/y".into(), ..AddExport::default() };
     client.add(&add).unwrap();
     let patch = PatchExport { size_bytes: Some(5), ..PatchExport::default() };
@@ -379,6 +419,9 @@ fn the_client_asks_for_what_its_methods_say() {
         "start_move 3 /t",
         "disk_move 3",
         "cancel_move 3",
+        "start_replication 3 nbd://h/",
+        "replication 3",
+        "stop_replication 3",
         "add x /y",
         "change 3 Some(5)",
     ];

@@ -11,7 +11,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nowait::{DEFAULT_WEIGHT, WEIGHTS};
+use nowait::{BlockDevice, BlockMap, DEFAULT_WEIGHT, WEIGHTS};
 
 use crate::any_export::AnyExport;
 use crate::backup::backup_spec::BackupStatus;
@@ -150,6 +150,12 @@ impl Exports {
     #[must_use]
     pub fn find(&self, name: &str) -> Option<ExportId> {
         self.0.registry.find(name).map(|export| export.id)
+    }
+
+    /// The disk of an export, as it is served; `None` if clients cannot choose it. For reading beside its clients.
+    #[must_use]
+    pub fn device(&self, id: ExportId) -> Option<Arc<BlockDevice<dyn BlockMap>>> {
+        self.0.registry.served_export(id).map(|export| export.export().disk().clone())
     }
 
     /// The export with this [`ExportId::number`], if clients can choose it.

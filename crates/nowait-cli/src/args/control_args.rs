@@ -307,6 +307,8 @@ pub(crate) enum ExportAction {
     Backup(BackupCommand),
     /// Move the disk of an export to another place while it is in use
     Move(MoveCommand),
+    /// Replicate the disk of an export to another server, again and again
+    Replicate(ReplicateCommand),
     /// Make the completed writes of an export durable
     Flush {
         /// Its name, or @ID
@@ -503,6 +505,33 @@ pub(crate) struct MoveCommand {
     /// Cancel the move: the disk stays where it is
     #[arg(long, conflicts_with_all = ["target", "format", "overwrite_device", "max_pause", "rate", "detach"])]
     pub(crate) cancel: bool,
+    #[command(flatten)]
+    pub(crate) server: ServerArgs,
+}
+
+/// Replicate the disk of an export to another server, again and again
+///
+/// In each round the target gets what has changed, as of one instant; the first one copies all. Between two rounds the target
+/// is the disk as it was at the instant of the last one; during a round, and after one that was cut off, it is a mixture
+/// of two instants. When the connection is lost, it is made again, and what was not durable on the target is copied again. After a
+/// restart of the server begin it again: all is copied then. Without TARGET and --stop this shows how it goes. What to do on
+/// the other side, and how to go on there: docs/backup.md.
+#[derive(Debug, Args)]
+pub(crate) struct ReplicateCommand {
+    /// The name of the export, or @ID
+    #[arg(value_name = "EXPORT")]
+    pub(crate) export: String,
+    /// An NBD URI of the server's --allow-uri: an export of the same size, which nobody else writes to
+    pub(crate) target: Option<String>,
+    /// Seconds from the begin of a round to the next, 1 to 86400; 60 without it
+    #[arg(long, value_name = "SECONDS", requires = "target", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub(crate) every: Option<u64>,
+    /// Copy at most so many bytes a second, such as 50M
+    #[arg(long, value_name = "SIZE", requires = "target", value_parser = size::parse)]
+    pub(crate) rate: Option<u64>,
+    /// Stop it; the target stays as it is
+    #[arg(long, conflicts_with = "target")]
+    pub(crate) stop: bool,
     #[command(flatten)]
     pub(crate) server: ServerArgs,
 }

@@ -19,7 +19,7 @@ use crate::args::control_args::{
     ConnectionsArgs, ExportAction, ExportCommand, ServerArgs, StatusArgs,
 };
 use crate::args::upgrade_args::UpgradeArgs;
-use crate::commands::{backups, bitmaps, moves};
+use crate::commands::{backups, bitmaps, moves, replications};
 use crate::control_client::{absolute, ask, at, failed, no_server, print_json, tell, the_client};
 use crate::output;
 use nowait_daemon::control::control_socket;
@@ -140,6 +140,7 @@ pub(crate) fn export(command: &ExportCommand) -> Result<(), CliError> {
         ExportAction::Bitmap(command) => bitmaps::run(command),
         ExportAction::Backup(command) => backups::run(command),
         ExportAction::Move(command) => moves::run(command),
+        ExportAction::Replicate(command) => replications::run(command),
         ExportAction::Flush { name, server } => tell(server, |client| client.flush(name)),
     }
 }

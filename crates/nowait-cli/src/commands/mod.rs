@@ -6,6 +6,7 @@ pub(crate) mod map;
 pub(crate) mod moves;
 pub(crate) mod check;
 pub(crate) mod create;
+pub(crate) mod replications;
 pub(crate) mod resize;
 pub(crate) mod commit;
 pub(crate) mod ublk;

@@ -70,6 +70,7 @@ mod qcow2_features;
 mod qemu;
 mod reachable_files;
 mod read_only_images;
+mod replications;
 mod sandbox;
 mod remote_nbd;
 mod remote_certificates;

@@ -33,7 +33,7 @@ use crate::counted_api::{ExportInfo, ServerInfo};
 use crate::http::http_listener::Stream;
 use crate::http::refusal::ErrorInfo;
 use crate::http::token::Token;
-use crate::move_api::{MoveInfo, StartMove};
+use crate::move_api::{MoveInfo, ReplicationInfo, StartMove, StartReplication};
 
 /// How long an answer may take that a command waits for; opening an image, or a flush, may take its time.
 /// Beyond it: the command fails.
@@ -255,6 +255,34 @@ impl Client {
         read(&self.send(Method::DELETE, &move_path(name), "")?)
     }
 
+    /// Begins to replicate the disk of an export to an export of another server.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn start_replication(
+        &self,
+        name: &str,
+        start: &StartReplication,
+    ) -> Result<ReplicationInfo, ClientError> {
+        read(&self.send(Method::POST, &replication_path(name), &body(start)?)?)
+    }
+
+    /// The replication of the disk of an export, or the last one that has ended.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn replication(&self, name: &str) -> Result<ReplicationInfo, ClientError> {
+        read(&self.send(Method::GET, &replication_path(name), "")?)
+    }
+
+    /// Ends the replication of the disk of an export.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn stop_replication(&self, name: &str) -> Result<ReplicationInfo, ClientError> {
+        read(&self.send(Method::DELETE, &replication_path(name), "")?)
+    }
+
     /// Begins backups of an export and of those with it.
     ///
     /// # Errors
@@ -366,6 +394,11 @@ fn export_path(name: &str) -> String {
         "" => "/v1/exports/@0".into(),
         name => format!("/v1/exports/{}", utf8_percent_encode(name, PLAIN)),
     }
+}
+
+/// The path of the replication of the disk of an export.
+fn replication_path(name: &str) -> String {
+    format!("{}/replicate", export_path(name))
 }
 
 /// The path of the move of the disk of an export.

@@ -67,6 +67,12 @@ impl Collector for Snapshot {
             let moves = moved.map(|(it, moving)| (Some(("export", it.name.as_str())), moving));
             counts(&mut encoder, moves)?;
         }
+        let replicated = exports.iter().filter_map(|it| Some((it, it.replication.as_ref()?)));
+        if replicated.clone().next().is_some() {
+            let replications =
+                replicated.map(|(it, one)| (Some(("export", it.name.as_str())), one));
+            counts(&mut encoder, replications)?;
+        }
         for (operation, requests, bytes) in OPERATIONS {
             let help = format!("Requests of kind {operation} that were answered");
             counters(&mut encoder, (requests, &help, None), exports, |info| {

@@ -29,7 +29,7 @@ use crate::http::history::History;
 use crate::http::origin::own_origin_first;
 use crate::http::refusal::refuse;
 use crate::http::{bounds, metrics, page};
-use crate::move_api::StartMove;
+use crate::move_api::{StartMove, StartReplication};
 
 /// The most exports whose backups begin or end together with that of another one.
 /// Beyond it: 400 (`Invalid`), none begins or ends.
@@ -62,6 +62,10 @@ pub(crate) fn router(
         .route("/v1/exports/{name}/backup/commit", post(commit_backup))
         .route("/v1/exports/{name}/backup/abort", post(abort_backup))
         .route("/v1/exports/{name}/move", get(disk_move).post(start_move).delete(cancel_move))
+        .route(
+            "/v1/exports/{name}/replicate",
+            get(replication).post(start_replication).delete(stop_replication),
+        )
         .route("/v1/exports/{name}/bitmaps", get(bitmaps).post(add_bitmap))
         .route("/v1/exports/{name}/bitmaps/{bitmap}", delete(remove_bitmap).patch(change_bitmap))
         .route("/v1/exports/{name}/bitmaps/{bitmap}/clear", post(clear_bitmap))
@@ -251,6 +255,23 @@ async fn disk_move(State(server): State<Server>, Part(name): Part) -> Answer {
 
 async fn cancel_move(State(server): State<Server>, Part(name): Part) -> Answer {
     on_thread(move || json(server.cancel_move(find(&server, &name)?)?)).await
+}
+
+async fn start_replication(State(server): State<Server>, Part(name): Part, body: Bytes) -> Answer {
+    let start: StartReplication = parse(&body)?;
+    on_thread(move || {
+        let begun = server.start_replication(find(&server, &name)?, start)?;
+        Ok((StatusCode::ACCEPTED, axum::Json(begun)).into_response())
+    })
+    .await
+}
+
+async fn replication(State(server): State<Server>, Part(name): Part) -> Answer {
+    on_thread(move || json(server.replication(find(&server, &name)?)?)).await
+}
+
+async fn stop_replication(State(server): State<Server>, Part(name): Part) -> Answer {
+    on_thread(move || json(server.stop_replication(find(&server, &name)?)?)).await
 }
 
 /// The parts of the path that name an export and a bitmap of it.

@@ -1,4 +1,4 @@
-//! Moves of disks as the control interface begins them.
+//! Moves and replications of disks as the control interface begins them.
 //!
 //! Invariant: what can be told to be impossible is refused before anything is copied.
 
@@ -6,17 +6,20 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nowait_control::{ControlError, MoveInfo, StartMove};
+use nowait_control::{ControlError, MoveInfo, ReplicationInfo, StartMove, StartReplication};
 use nowait_copy::MirroredDisk;
+use nowait_remote::Location;
 use nowait_server::{ExportError, ExportId, Exports};
 
 use crate::control::bitmap_answers::refused;
 use crate::disks::allowed_places::AllowedPlaces;
 use crate::disks::open_disk::Common;
 use crate::disks::served_disks::{ServedDisk, ServedDisks};
-use crate::moves::Moves;
+use crate::moves::Tasks;
 use crate::moves::job::Job;
 use crate::moves::move_thread::MoveThread;
+use crate::moves::replica::Replica;
+use crate::moves::replica_thread::ReplicaThread;
 use crate::moves::target::{MoveTarget, MovedDisk};
 
 /// How long an export may be paused for the exchange, in milliseconds.
@@ -25,13 +28,20 @@ const MAX_PAUSES_MS: RangeInclusive<u64> = 10..=60_000;
 /// The pause without a wish of the user.
 const DEFAULT_MAX_PAUSE_MS: u64 = 2_000;
 
+/// How often a round of a replication begins, in seconds.
+/// Beyond it: 400.
+const EVERY_SECONDS: RangeInclusive<u64> = 1..=86_400;
+/// The same without a wish of the user.
+const DEFAULT_EVERY_SECONDS: u64 = 60;
+
 /// The parts of a server that a move needs.
 pub(crate) struct MovingServer<'a> {
     pub(crate) exports: &'a Exports,
     pub(crate) disks: &'a ServedDisks,
     pub(crate) allowed: &'a AllowedPlaces,
     pub(crate) common: &'a Common,
-    pub(crate) moves: &'a Moves,
+    pub(crate) moves: &'a Tasks<Job>,
+    pub(crate) replicas: &'a Tasks<Replica>,
 }
 
 impl MovingServer<'_> {
@@ -46,11 +56,10 @@ impl MovingServer<'_> {
             let why = "the longest pause is 10 to 60000 milliseconds";
             return Err(ControlError::Invalid(why.into()));
         }
-        if start.rate_bytes == Some(0) {
-            return Err(ControlError::Invalid("a rate is at least 1 byte a second".into()));
-        }
+        check_rate(start.rate_bytes)?;
         let max_pause = Duration::from_millis(max_pause_ms);
-        moves.refuse_during_move(id)?;
+        moves.refuse_during(id)?;
+        self.replicas.refuse_during(id)?;
         let (moved, source) = self.moved(id)?;
         let target = MoveTarget::open(start, &moved, self.allowed, self.common)?;
         let is_it = |other: &ServedDisk| other.disk.identity.is_same(&target.disk().identity);
@@ -83,6 +92,62 @@ impl MovingServer<'_> {
         Ok(job.info())
     }
 
+    /// Begins to replicate the disk of export `id`.
+    ///
+    /// # Errors
+    /// Why it cannot begin: then nothing has changed.
+    pub(crate) fn replicate(
+        &self,
+        id: ExportId,
+        start: &StartReplication,
+    ) -> Result<ReplicationInfo, ControlError> {
+        let Self { exports, replicas, .. } = *self;
+        let every = start.every_seconds.unwrap_or(DEFAULT_EVERY_SECONDS);
+        if !EVERY_SECONDS.contains(&every) {
+            let why = "a round begins every 1 to 86400 seconds";
+            return Err(ControlError::Invalid(why.into()));
+        }
+        check_rate(start.rate_bytes)?;
+        replicas.refuse_during(id)?;
+        self.moves.refuse_during(id)?;
+        let (moved, source) = self.moved(id)?;
+        let target = match Location::parse(&start.target.clone().into()) {
+            Ok(location @ Location::Nbd(_)) => location,
+            Ok(_) => {
+                let why = "a disk is replicated to an export of an NBD server (nbd://HOST/NAME)";
+                return Err(ControlError::Invalid(why.into()));
+            }
+            Err(why) => return Err(ControlError::Invalid(why)),
+        };
+        self.allowed.image(&start.target)?;
+        let image = &moved.named.image;
+        let beside = (!moved.named.is_remote()).then(|| image.parent()).flatten();
+        let scratch = self.allowed.directory_for_scratch(beside)?;
+        let every = Duration::from_secs(every);
+        let replica = Arc::new(Replica::new(start.target.clone(), every));
+        let thread = ReplicaThread {
+            exports: exports.clone(),
+            id,
+            replicas: replicas.clone(),
+            replica: replica.clone(),
+            source: source.name,
+            size: moved.size,
+            target,
+            remote: self.common.remote.clone(),
+            backup: replica_name(&moved.named.name),
+            scratch,
+            every,
+            rate: start.rate_bytes,
+        };
+        let image = thread.open().map_err(ControlError::Conflict)?;
+        replicas.add(id, &replica)?;
+        thread.start(image).map_err(|error| {
+            replicas.forget(id);
+            ControlError::Failed(format!("there is no thread for it: {error}"))
+        })?;
+        Ok(replica.info())
+    }
+
     /// The disk of export `id`.
     fn moved(&self, id: ExportId) -> Result<(MovedDisk, MirroredDisk), ControlError> {
         let disks = self.disks.lock();
@@ -103,4 +168,16 @@ impl MovingServer<'_> {
         };
         Ok((moved, MirroredDisk { name, device }))
     }
+}
+
+fn check_rate(bytes: Option<u64>) -> Result<(), ControlError> {
+    match bytes {
+        Some(0) => Err(ControlError::Invalid("a rate is at least 1 byte a second".into())),
+        _ => Ok(()),
+    }
+}
+
+/// The name of the backups by which the export called `export` is replicated.
+fn replica_name(export: &str) -> String {
+    if export.is_empty() { "replica".into() } else { format!("{export}.replica") }
 }

@@ -10,8 +10,9 @@ use std::time::{Duration, Instant, SystemTime};
 use nowait::internal::RegisteredMemory;
 use nowait_control::{
     AddBitmap, AddExport, AddFrontend, BackupInfo, BitmapInfo, ConnectionInfo, ControlError,
-    ControlledServer, ExportInfo, MergeBitmaps, MoveInfo, PatchBitmap, PatchExport, ServerInfo,
-    SnapshotReport, SnapshotRequest, StartBackup, StartMove, UpgradeReport, UpgradeRequest,
+    ControlledServer, ExportInfo, MergeBitmaps, MoveInfo, PatchBitmap, PatchExport,
+    ReplicationInfo, ServerInfo, SnapshotReport, SnapshotRequest, StartBackup, StartMove,
+    StartReplication, UpgradeReport, UpgradeRequest,
 };
 use nowait_image::{NamedStorages, formats};
 use nowait_server::{
@@ -29,7 +30,9 @@ use crate::disks::image_exchange::ImageExchange;
 use crate::disks::open_disk::{Common, ImageIdentity, OpenedDisk};
 use crate::disks::served_disks::{ServedDisk, ServedDisks, change_settings};
 use crate::error::CliError;
-use crate::moves::Moves;
+use crate::moves::Tasks;
+use crate::moves::job::Job;
+use crate::moves::replica::Replica;
 use crate::upgrade::messages::{BitmapMessage, ExportState};
 use crate::upgrade::paused_disks::PausedDisks;
 use crate::upgrade::sender::{self, Upgrades};
@@ -68,7 +71,8 @@ enum Serving {
 pub(crate) struct RunningServer {
     exports: Exports,
     disks: ServedDisks,
-    moves: Moves,
+    moves: Tasks<Job>,
+    replicas: Tasks<Replica>,
     additions: Additions,
     /// Held by each change, from its look at the exports to its end: no image is opened twice, and no change comes
     /// between the state that an upgrade passes on and the moment from which another process serves.
@@ -82,12 +86,12 @@ impl RunningServer {
     pub(crate) fn new(
         exports: Exports,
         disks: ServedDisks,
-        moves: Moves,
+        (moves, replicas): (Tasks<Job>, Tasks<Replica>),
         additions: Additions,
         upgrades: Upgrades,
     ) -> Self {
         let (changing, since) = (Mutex::default(), Instant::now());
-        Self { exports, disks, moves, additions, changing, upgrades, since }
+        Self { exports, disks, moves, replicas, additions, changing, upgrades, since }
     }
 
     /// Waits for the change that is being made, if there is one: an upgrade takes 30 s at most, a removal 10.
@@ -104,14 +108,14 @@ impl RunningServer {
     /// The number of export `id`, whose image no other change holds.
     fn id_to_change(&self, id: u64) -> Result<ExportId, ControlError> {
         let id = self.id_of(id)?;
-        self.moves.refuse_during_move(id)?;
+        self.moves.refuse_during(id)?;
         Ok(id)
     }
 
     fn moving_server(&self) -> MovingServer<'_> {
-        let Self { exports, disks, moves, additions, .. } = self;
+        let Self { exports, disks, moves, replicas, additions, .. } = self;
         let Additions { allowed, common, .. } = additions;
-        MovingServer { exports, disks, allowed, common, moves }
+        MovingServer { exports, disks, allowed, common, moves, replicas }
     }
 
     fn image_exchange(&self, id: ExportId) -> ImageExchange<'_> {
@@ -130,8 +134,9 @@ impl RunningServer {
     /// An export as of `status`, whose image is `served`, unless it was removed meanwhile.
     fn info_of(&self, status: ExportStatus, served: Option<&ServedDisk>) -> ExportInfo {
         let backup = status.backup.clone().map(backup_answers::info_of);
-        let moving = self.moves.info(status.id);
-        let mut info = ExportInfo { backup, moving, ..ExportInfo::from(status) };
+        let moving = self.moves.get(status.id).map(|job| job.info());
+        let replication = self.replicas.get(status.id).map(|replica| replica.info());
+        let mut info = ExportInfo { backup, moving, replication, ..ExportInfo::from(status) };
         if let Some(served) = served {
             let OpenedDisk { named, image, .. } = &served.disk;
             info.image = named.full_name().to_string_lossy().into_owned();
@@ -359,11 +364,13 @@ impl ControlledServer for RunningServer {
     fn remove(&self, id: u64, hard: bool) -> Result<(), ControlError> {
         let _changing = self.begin_change()?;
         let id = self.id_to_change(id)?;
+        self.replicas.refuse_during(id)?;
         match hard {
             true => self.exports.remove_by_force(id, REMOVE_TIMEOUT),
             false => self.exports.remove_unused(id, REMOVE_TIMEOUT),
         }?;
         self.moves.forget(id);
+        self.replicas.forget(id);
         let served = {
             let mut disks = self.disks.lock();
             let at = disks.iter().position(|served| served.id == id);
@@ -377,7 +384,8 @@ impl ControlledServer for RunningServer {
         let id = self.id_of(id)?;
         self.check_change(id, &change)?;
         if let Some(size) = change.size_bytes {
-            self.moves.refuse_during_move(id)?;
+            self.moves.refuse_during(id)?;
+            self.replicas.refuse_during(id)?;
             self.exports.cover_with_bitmaps(id, size).map_err(refused)?;
             self.image_exchange(id).resize(size, change.shrink)?;
         }
@@ -406,6 +414,7 @@ impl ControlledServer for RunningServer {
         let binary = upgrade.binary.as_deref().map(|path| absolute(Path::new(path))).transpose()?;
         let mut serving = self.begin_change()?;
         self.moves.refuse_during_any()?;
+        self.replicas.refuse_during_any()?;
         let pause = || PausedDisks::new(&self.exports, self.disks.lock());
         let report = sender::send(&self.upgrades, binary, self.states(), &self.nodes(), pause)?;
         *serving = Serving::Elsewhere;
@@ -480,11 +489,29 @@ impl ControlledServer for RunningServer {
 
     fn disk_move(&self, id: u64) -> Result<MoveInfo, ControlError> {
         let none = || ControlError::NotFound("it was not moved".into());
-        self.moves.info(self.id_of(id)?).ok_or_else(none)
+        self.moves.get(self.id_of(id)?).map(|job| job.info()).ok_or_else(none)
     }
 
     fn cancel_move(&self, id: u64) -> Result<MoveInfo, ControlError> {
-        self.moves.cancel(self.id_of(id)?)
+        Ok(self.moves.cancel(self.id_of(id)?)?.info())
+    }
+
+    fn start_replication(
+        &self,
+        id: u64,
+        start: StartReplication,
+    ) -> Result<ReplicationInfo, ControlError> {
+        let _changing = self.begin_change()?;
+        self.moving_server().replicate(self.id_of(id)?, &start)
+    }
+
+    fn replication(&self, id: u64) -> Result<ReplicationInfo, ControlError> {
+        let none = || ControlError::NotFound("it was not replicated".into());
+        self.replicas.get(self.id_of(id)?).map(|replica| replica.info()).ok_or_else(none)
+    }
+
+    fn stop_replication(&self, id: u64) -> Result<ReplicationInfo, ControlError> {
+        Ok(self.replicas.cancel(self.id_of(id)?)?.info())
     }
 
     fn disconnect(&self, id: u64) -> Result<(), ControlError> {

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use nowait_control::MoveInfo;
 
+use crate::moves::Task;
+
 /// The state of a move that has not ended, for who asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
@@ -41,6 +43,24 @@ pub(crate) enum End {
     Cancelled,
 }
 
+impl Task for Job {
+    const IS: &'static str = "being moved";
+    const END: &'static str = "nowait export move NAME --cancel";
+
+    fn is_running(&self) -> bool {
+        self.lock().running
+    }
+
+    /// The disk is to stay where it is.
+    fn cancel(&self) {
+        self.cancel.store(true, Ordering::Relaxed);
+    }
+
+    fn target(&self) -> String {
+        self.lock().target.clone()
+    }
+}
+
 /// A move.
 pub(crate) struct Job {
     cancel: AtomicBool,
@@ -70,16 +90,6 @@ impl Job {
     /// What is known of it.
     pub(crate) fn info(&self) -> MoveInfo {
         self.lock().clone()
-    }
-
-    /// Whether it has not ended.
-    pub(crate) fn is_running(&self) -> bool {
-        self.lock().running
-    }
-
-    /// It is to end, and the disk to stay where it is.
-    pub(crate) fn cancel(&self) {
-        self.cancel.store(true, Ordering::Relaxed);
     }
 
     /// Whether it is to end.

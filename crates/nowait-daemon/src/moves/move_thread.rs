@@ -18,9 +18,9 @@ use crate::disks::image_exchange::ImageExchange;
 use crate::disks::open_disk::OpenedDisk;
 use crate::disks::served_disks::ServedDisks;
 use crate::error::plain;
-use crate::moves::Moves;
 use crate::moves::job::{End, Job, Stage};
 use crate::moves::target::MoveTarget;
+use crate::moves::{Task, Tasks};
 
 /// The most changed ranges that are taken together.
 const TAKEN_RANGES: usize = 4096;
@@ -40,7 +40,7 @@ pub(crate) struct MoveThread {
     pub(crate) exports: Exports,
     pub(crate) disks: ServedDisks,
     pub(crate) id: ExportId,
-    pub(crate) moves: Moves,
+    pub(crate) moves: Tasks<Job>,
     pub(crate) job: Arc<Job>,
     pub(crate) tracker: ChangeTracker,
     pub(crate) source: MirroredDisk,
@@ -159,7 +159,7 @@ impl MoveThread {
         let end = self.ended(target);
         match &end {
             End::Completed(pause) => {
-                let (to, pause) = (job.info().target, pause.as_secs_f64() * 1e3);
+                let (to, pause) = (job.target(), pause.as_secs_f64() * 1e3);
                 info!("{name} has moved to {to}, after a pause of {pause:.1} ms");
             }
             End::Failed(why) => warn!("{name} stays where it is: {why}"),

@@ -36,7 +36,9 @@ impl<'a> Flushed<'a> {
     /// # Errors
     /// A queue has failed.
     pub(super) fn of(serving: Serving<'a>) -> Result<Self, CliError> {
-        let Serving { config, ending, places, disks, moves, control, image, server, .. } = serving;
+        let Serving {
+            config, ending, places, disks, moves, replicas, control, image, server, ..
+        } = serving;
         let exports = server.exports();
         let stopped = server.run(CLOSE_TIMEOUT).map_err(|e| CliError::at(&image, e))?;
         summary::log(&exports);
@@ -47,11 +49,11 @@ impl<'a> Flushed<'a> {
         warn_of_unfinished(stopped.unfinished);
         ending.flushing();
         systemd::notify_flushing();
-        let has_moves = !moves.stop(CLOSE_TIMEOUT);
+        let have_ended = [moves.stop(CLOSE_TIMEOUT), replicas.stop(CLOSE_TIMEOUT)];
         // Without unfinished requests the flush has no timeout: the cache may hold much data.
         let all = disks.take();
         let flushed = match stopped.unfinished {
-            0 if !has_moves => close(all, true),
+            0 if have_ended == [true; 2] => close(all, true),
             _ => close_with_timeout(all, &image),
         };
         Ok(Self { config, flushed: Some(flushed), control, places })

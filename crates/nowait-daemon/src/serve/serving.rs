@@ -19,7 +19,9 @@ use crate::disks::served_disks::{ServedDisk, ServedDisks};
 use crate::endpoints::ready_lines::{hint, ready_lines, uris};
 use crate::endpoints::signals::Ending;
 use crate::error::{CliError, os_message};
-use crate::moves::Moves;
+use crate::moves::Tasks;
+use crate::moves::job::Job;
+use crate::moves::replica::Replica;
 use crate::process::background::Detached;
 use crate::process::log_file::LogFile;
 use crate::process::systemd;
@@ -37,7 +39,8 @@ pub(super) struct Serving<'a> {
     /// The path or URI of the first image.
     pub(super) image: PathBuf,
     pub(super) disks: ServedDisks,
-    pub(super) moves: Moves,
+    pub(super) moves: Tasks<Job>,
+    pub(super) replicas: Tasks<Replica>,
     pub(super) control: Option<ControlInterface>,
     pub(super) places: Places,
     pub(super) ending: Ending,
@@ -59,10 +62,10 @@ impl<'a> Serving<'a> {
         let lines = ready_lines(config, &all, confined.kind, listens, &places.devices);
         let uris = all.first().map(|first| uris(config, listens, &first.named)).unwrap_or_default();
         let disks = ServedDisks::new(served(config, &server, all, listens, &places.devices));
-        let moves = Moves::default();
+        let (moves, replicas) = <(Tasks<Job>, Tasks<Replica>)>::default();
+        let tasks = (moves.clone(), replicas.clone());
         let added = additions(config, listens.clone(), common);
-        let running =
-            RunningServer::new(server.exports(), disks.clone(), moves.clone(), added, upgrades);
+        let running = RunningServer::new(server.exports(), disks.clone(), tasks, added, upgrades);
         let takes_over = receiver.is_some();
         if let Some(receiver) = receiver {
             let clients = adopted.unwrap_or_default();
@@ -85,7 +88,18 @@ impl<'a> Serving<'a> {
         }
         start_long_run(server.exports(), confined.detached, places.log_file.as_ref(), waiting);
         let ending = confined.ending;
-        Ok(Self { config, server, image, disks, moves, control, places, ending, _made_here: () })
+        Ok(Self {
+            config,
+            server,
+            image,
+            disks,
+            moves,
+            replicas,
+            control,
+            places,
+            ending,
+            _made_here: (),
+        })
     }
 }
 

@@ -7,8 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use nowait_control::{
     AddBitmap, AddExport, BackupInfo, BitmapInfo, ConnectionInfo, ControlError, ControlledServer,
-    ExportInfo, MergeBitmaps, MoveInfo, PatchBitmap, PatchExport, ServerInfo, SnapshotReport,
-    SnapshotRequest, StartBackup, StartMove, Token, UpgradeReport, UpgradeRequest, fuzz,
+    ExportInfo, MergeBitmaps, MoveInfo, PatchBitmap, PatchExport, ReplicationInfo, ServerInfo,
+    SnapshotReport, SnapshotRequest, StartBackup, StartMove, StartReplication, Token,
+    UpgradeReport, UpgradeRequest, fuzz,
 };
 use nowait_server::BackupEnd;
 
@@ -42,6 +43,7 @@ pub(crate) const TARGET: Target = Target {
         b"/bitmaps/a",
         b"/backup",
         b"/move",
+        b"/replicate",
         b"?mode=hard",
         b"%2F",
         b"%00",
@@ -133,6 +135,22 @@ impl ControlledServer for Noting {
 
     fn cancel_move(&self, id: u64) -> Result<MoveInfo, ControlError> {
         self.note(format!("cancel_move {id}"))
+    }
+
+    fn start_replication(
+        &self,
+        id: u64,
+        start: StartReplication,
+    ) -> Result<ReplicationInfo, ControlError> {
+        self.note(format!("start_replication {id} {start:?}"))
+    }
+
+    fn replication(&self, id: u64) -> Result<ReplicationInfo, ControlError> {
+        self.note(format!("replication {id}"))
+    }
+
+    fn stop_replication(&self, id: u64) -> Result<ReplicationInfo, ControlError> {
+        self.note(format!("stop_replication {id}"))
     }
 
     fn bitmaps(&self, id: u64) -> Result<Vec<BitmapInfo>, ControlError> {
@@ -294,6 +312,7 @@ fn seeds() -> Vec<Vec<u8>> {
         request("POST /v1/exports/@3/snapshot", r#"{"overlay": "/y"}"#),
         request("POST /v1/exports/@3/move", r#"{"target": "/y", "max_pause_ms": 10}"#),
         request("DELETE /v1/exports/@3/move", ""),
+        request("POST /v1/exports/@3/replicate", r#"{"target": "nbd://h/", "every_seconds": 1}"#),
         request("GET /v1/exports/@3/bitmaps", ""),
         request("POST /v1/exports/@3/bitmaps", r#"{"name": "a", "granularity_bytes": 512}"#),
         request("PATCH /v1/exports/@3/bitmaps/a%20b", r#"{"enabled": false}"#),
