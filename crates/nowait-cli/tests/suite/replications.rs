@@ -41,7 +41,8 @@ impl Pair {
     /// A server of the replica.
     fn behind(scratch: &Scratch) -> Server {
         let address = format!("unix:{}", scratch.join("behind.sock").display());
-        Server::start(&scratch.join("replica"), &["-f", "raw", "--nbd", &address])
+        let image = scratch.join("replica");
+        Server::start_by(&[], &["serve", text(&image), "-f", "raw", "--nbd", &address])
     }
 
     fn export(&self, arguments: &[&str]) -> Command {
