@@ -275,6 +275,16 @@ mod tests {
     use crate::api::ErrnoInfo;
     use crate::counted_api::{NbdServerInfo, StoreInfo};
 
+    /// What goes on for a while with an export.
+    const TASKS: &str = r#"
+        "backup": {"name": "a.backup", "only_dirty": false, "since_unix_seconds": 1, "size_bytes": 41, "copied_bytes": 46,
+            "scratch_bytes": 47, "max_scratch_bytes": 48, "failure": "full"},
+        "moving": {"target": "/b", "state": "following", "running": true, "total_bytes": 49, "copied_bytes": 50,
+            "left_bytes": 51, "rounds": 52},
+        "replication": {"target": "nbd://h/b", "state": "waiting", "running": true, "every_seconds": 53, "rounds": 54,
+            "failures": 55, "copied_bytes": 56, "left_bytes": 57, "consistent": true, "lag_seconds": 58.5,
+            "last_error": "gone"}"#;
+
     /// One of everything, each value another one.
     fn example() -> (ServerInfo, Vec<ExportInfo>) {
         let store = r#"{"url": "s3://b/k", "hits": 1, "misses": 2, "corrupt": 3, "stored": 4, "fetched_bytes": 5,
@@ -305,7 +315,7 @@ mod tests {
             "read_only": true, "direct_io": true, "places": [], "members": 42, "in_flight": 43,
             "frontends": {{"nbd": {{"operations": {{{}}},
                 "errors": [{{"errno": 5, "message": "", "requests": 44}}]}}}},
-            "mechanisms": {{"simple": 45}}, "limits": {{}}}}"#,
+            "mechanisms": {{"simple": 45}}, "limits": {{}}, {TASKS}}}"#,
             operations.join(", ")
         );
         (serde_json::from_str(&server).unwrap(), vec![serde_json::from_str(&export).unwrap()])
