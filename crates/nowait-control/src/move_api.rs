@@ -4,7 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::described::described;
+use crate::described_structs::described;
 
 described! {
     /// The move of the disk of an export to another place, or the last one that has ended
