@@ -23,7 +23,7 @@ use crate::args::Command;
 #[cfg(feature = "control")]
 use crate::commands::top;
 use crate::commands::{
-    bench, check, commit, control, copy, create, info, map, resize, setup, ublk,
+    backup_chain, bench, check, commit, control, copy, create, info, map, resize, setup, ublk,
 };
 use nowait_daemon::config::{ServeConfig, config_file};
 use nowait_daemon::error::CliError;
@@ -100,6 +100,8 @@ fn execute(command: Command, config: ServeConfig) -> Result<u8, CliError> {
         Command::Map(args) => map::run(&args).map(|()| 0),
         Command::Check(args) => check::run(&args),
         Command::Copy(args) => copy::run(&args),
+        Command::Backup(args) => backup_chain::run(&args),
+        Command::Restore(args) => backup_chain::restore(&args).map(|()| 0),
         Command::Resize(args) => resize::run(&args).map(|()| 0),
         Command::Commit(args) => commit::run(&args).map(|()| 0),
         Command::Ublk(command) => ublk::run(&command).map(|()| 0),

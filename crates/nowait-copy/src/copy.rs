@@ -11,6 +11,7 @@ use nowait_image::{ChainOptions, Compression, Format, ImageError};
 
 use crate::copy_loop::Endpoints;
 pub use crate::copy_loop::{Phase, Progress};
+use crate::disk::{self, CopySource, CopyTarget};
 use crate::endpoint::Endpoint;
 use crate::error::Error;
 use crate::first_bytes::first_bytes;
@@ -30,9 +31,9 @@ pub const REQUEST_BYTES: u64 = 1 << 20;
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The source; only read.
-    pub from: Location,
+    pub from: CopySource,
     /// The target.
-    pub to: Location,
+    pub to: CopyTarget,
     /// The format of a source file; `None`: raw, unless it begins like a qcow2 image.
     pub from_format: Option<Format>,
     /// Directories that may contain backing files of the source, in addition to the directory of
@@ -135,20 +136,31 @@ fn source(options: &Options, connecting: Connecting<'_>) -> Result<Box<dyn Endpo
     if options.rescue && options.verify {
         return Err(Error::at(&options.from, "what is rescued is not read again to be compared"));
     }
-    if options.increment.is_some() && !matches!(options.from, Location::Nbd(_)) {
+    if options.increment.is_some() && !matches!(options.from, CopySource::At(Location::Nbd(_))) {
         return Err(Error::at(&options.from, "only an NBD export has a dirty bitmap to copy by"));
     }
-    let source =
-        open::source(&options.from, options.chain_options()?, &options.remote, connecting)?;
+    let source = match &options.from {
+        CopySource::At(location) => {
+            open::source(location, options.chain_options()?, &options.remote, connecting)?
+        }
+        CopySource::Disk(name, disk) => disk::source(name, disk.clone())?,
+    };
     Ok(if options.rescue { Box::new(Rescue::new(source)) } else { source })
 }
 
 /// Opens the target for a disk of `size` bytes.
 fn target(options: &Options, size: u64, connecting: Connecting<'_>) -> Result<Target, Error> {
     let format = options.format();
+    let location = match &options.to {
+        CopyTarget::At(location) => location,
+        CopyTarget::Disk(name, disk) => {
+            let endpoint = disk::target(name, disk, size)?;
+            return Ok(Target { endpoint, kind: TargetKind::Disk, is_zero: true });
+        }
+    };
     match &options.increment {
         Some(increment) => increment_target::target(
-            &options.to,
+            location,
             &IncrementTerms {
                 target: &increment.target,
                 format,
@@ -162,7 +174,7 @@ fn target(options: &Options, size: u64, connecting: Connecting<'_>) -> Result<Ta
         None => {
             let overwrite =
                 OverwriteOptions { force: options.force, mounted: options.allow_mounted };
-            open::target(&options.to, &options.from, format, size, overwrite, connecting)
+            open::target(location, options.from.path(), format, size, overwrite, connecting)
         }
     }
 }
@@ -196,7 +208,9 @@ pub fn copy(
     // Clean bytes are maybe not served, and the target of an increment is an image already.
     if options.increment.is_none() {
         let first = first_bytes(&mut *source, cancel)?;
-        format.check_signature(&options.to, &first)?;
+        if let CopyTarget::At(location) = &options.to {
+            format.check_signature(location, &first)?;
+        }
     }
     let Target { endpoint, kind, is_zero } = target(options, from.size, connecting)?;
     let to = endpoint.capabilities();
@@ -231,7 +245,9 @@ pub fn copy(
         Ok(counts) => counts,
     };
     if options.verify {
-        if let Some(endpoint) = kind.reopened(&options.to)? {
+        if let CopyTarget::At(location) = &options.to
+            && let Some(endpoint) = kind.reopened(location)?
+        {
             endpoints.target = endpoint;
         }
         match verify::run(&mut endpoints, &options.to) {

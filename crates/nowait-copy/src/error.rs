@@ -40,7 +40,8 @@ pub enum Error {
 impl Error {
     /// `what` is wrong with `place`. Control characters, which a server may have sent or a name
     /// may hold, are shown as Rust writes them: `\n`, `\u{1b}`.
-    pub(crate) fn at(place: &impl ToString, what: impl fmt::Display) -> Self {
+    #[must_use]
+    pub fn at(place: &impl ToString, what: impl fmt::Display) -> Self {
         Self::At { place: plain(&place.to_string()), what: plain(&what.to_string()) }
     }
 }

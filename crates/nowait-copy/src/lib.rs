@@ -15,7 +15,9 @@ mod lost_ranges;
 mod buffer_pool;
 mod endpoint;
 mod file_endpoint;
+mod worker_endpoint;
 mod compressed_endpoint;
+mod disk;
 mod object_endpoint;
 mod nbd;
 mod rescue;
@@ -30,6 +32,7 @@ mod copy;
 mod mirror;
 
 pub use copy::{Options, Phase, Progress, REQUEST_BYTES, Report, copy};
+pub use disk::{CopySource, CopyTarget, SourceDisk, TargetDisk};
 pub use error::Error;
 pub use increment_target::{Increment, IncrementTarget};
 pub use lost_ranges::Lost;

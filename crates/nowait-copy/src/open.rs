@@ -51,13 +51,15 @@ pub(crate) enum TargetKind {
     Overlay(AtomicFile),
     /// An object, which its endpoint makes visible when it is complete.
     Object,
+    /// A disk of the program, which completes it.
+    Disk,
 }
 
 impl TargetKind {
     /// Renames a complete file to its name. No writer of the file may remain.
     pub(crate) fn finish(self) -> Result<(), String> {
         match self {
-            Self::InPlace | Self::Object => Ok(()),
+            Self::InPlace | Self::Object | Self::Disk => Ok(()),
             Self::Overlay(file) => file.finish(),
             Self::Replaced { file, format, .. } => {
                 if format.format.is_raw() {
@@ -205,11 +207,11 @@ impl TargetFormat {
     }
 }
 
-/// Opens the target for a disk of `size` bytes copied from `from`. `overwrite` says which existing
+/// Opens the target for a disk of `size` bytes copied from `from`, if that is a path. `overwrite` says which existing
 /// targets may be overwritten.
 pub(crate) fn target(
     location: &Location,
-    from: &Location,
+    from: Option<&Path>,
     format: TargetFormat,
     size: u64,
     overwrite: OverwriteOptions,
@@ -244,7 +246,7 @@ pub(crate) fn target(
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(error) => return Err(Error::at(location, os_message(&error))),
     };
-    if let (Some(found), Some(from)) = (&found, from.path())
+    if let (Some(found), Some(from)) = (&found, from)
         && fs::metadata(from).is_ok_and(|from| is_same(found, &from))
     {
         return Err(Error::at(location, "it is the source itself"));

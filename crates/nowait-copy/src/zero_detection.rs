@@ -14,6 +14,13 @@ pub(crate) struct DataRun {
     pub(crate) zero: bool,
 }
 
+impl DataRun {
+    /// Its bytes in the memory of the piece, if that has all of them.
+    pub(crate) fn of(self, piece: &[u8]) -> Option<&[u8]> {
+        piece.get(self.start..)?.get(..self.len)
+    }
+}
+
 /// Bytes at the start of a block; checking them distinguishes most blocks of data from zeros.
 const PROBE_BYTES: usize = 16;
 

@@ -9,7 +9,7 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use nowait_copy::{Error, Location, Lost, Options, Progress, Report, copy};
+use nowait_copy::{CopySource, CopyTarget, Error, Location, Lost, Options, Progress, Report, copy};
 use nowait_image::Format;
 use nowait_testkit::Random;
 use server::{BLOCK_STATUS, READ, WRITE, correct_answer, failure, serve};
@@ -22,8 +22,8 @@ fn location(text: &str) -> Location {
 
 fn options(from: &str, to: &str) -> Options {
     Options {
-        from: location(from),
-        to: location(to),
+        from: CopySource::At(location(from)),
+        to: CopyTarget::At(location(to)),
         from_format: None,
         backing_dirs: Vec::new(),
         backings: Vec::new(),

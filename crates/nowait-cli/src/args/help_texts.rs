@@ -11,6 +11,7 @@ Examples:
   nowait info disk.img                look at it
   nowait check disk.qcow2             look for damage in it
   nowait copy disk.img copy.img       copy it
+  nowait backup disk.img backups      keep it as it is now, and restore it to any such point
   nowait resize disk.qcow2 +10G       make it larger
   nowait status                       what the running servers have done
   nowait top                          what one does now

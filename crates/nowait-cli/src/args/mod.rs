@@ -10,6 +10,7 @@ mod remote_args;
 pub(crate) mod image_args;
 pub(crate) mod info_args;
 pub(crate) mod copy_args;
+pub(crate) mod backup_args;
 pub(crate) mod change_args;
 mod switch;
 mod address_args;
@@ -27,6 +28,7 @@ pub(crate) mod serve_args;
 
 use clap::{Parser, Subcommand};
 
+use backup_args::{BackupArgs, RestoreArgs};
 use bench_args::BenchArgs;
 use change_args::{CommitArgs, CreateArgs, ResizeArgs};
 use control_args::{ConnectionsArgs, ExportCommand, StatusArgs};
@@ -61,6 +63,8 @@ pub(crate) enum Command {
     Map(MapArgs),
     Check(CheckArgs),
     Copy(Box<CopyArgs>),
+    Backup(Box<BackupArgs>),
+    Restore(Box<RestoreArgs>),
     Resize(ResizeArgs),
     Commit(CommitArgs),
     Ublk(UblkCommand),
@@ -84,6 +88,8 @@ impl Command {
             Self::Map(_) => "map",
             Self::Check(_) => "check",
             Self::Copy(_) => "copy",
+            Self::Backup(_) => "backup",
+            Self::Restore(_) => "restore",
             Self::Resize(_) => "resize",
             Self::Commit(_) => "commit",
             Self::Ublk(_) => "ublk",
@@ -120,6 +126,8 @@ impl Command {
             Self::Map(args) => args.image.check(),
             Self::Check(args) => args.image.check(),
             Self::Copy(args) => args.check(),
+            Self::Backup(args) => args.check(),
+            Self::Restore(_) => Ok(()),
             Self::Resize(args) => args.image.check(),
             Self::Commit(args) => args.image.check(),
             Self::Create(_) | Self::Info(_) | Self::Ublk(_) | Self::Bench(_) => Ok(()),

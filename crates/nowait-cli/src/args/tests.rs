@@ -7,6 +7,7 @@ use nowait_server::BlockSize;
 use std::path::PathBuf;
 
 use super::*;
+use crate::args::backup_args::ChainAction;
 use nowait_daemon::config::choices::{Direct, Mechanism, QueueChoice};
 use nowait_daemon::config::export_spec::{MAX_NAME_BYTES, NamedExport};
 use nowait_daemon::config::{MOST_BY_DEFAULT, ServeConfig};
@@ -204,4 +205,51 @@ fn a_missing_argument_is_a_usage_error() {
         assert_eq!(error.exit_code(), 2, "{line}");
     }
     assert_eq!(parse("nowait").unwrap_err().exit_code(), 2);
+}
+
+#[test]
+fn a_backup_has_a_disk_and_a_directory_or_an_action_on_a_chain() {
+    let backup = |line: &str| match parse(line) {
+        Ok(Command::Backup(args)) => args,
+        other => panic!("{line}: {other:?}"),
+    };
+    let new = backup("nowait backup disk.img list --json");
+    assert!(new.action.is_none() && new.new.disk.is_some());
+    assert_eq!(new.new.directory, Some(PathBuf::from("list")));
+    let keep = |line: &str| match &backup(line).action {
+        Some(ChainAction::Prune { keep, .. }) => keep.keep(),
+        other => panic!("{line}: {other:?}"),
+    };
+    let all = keep("nowait backup prune d --keep 1 --keep-daily 2 --keep-weekly 3");
+    assert_eq!((all.last, all.daily, all.weekly), (1, 2, 3));
+    assert_eq!(keep("nowait backup prune d --keep-daily 2").last, 0);
+    assert!(backup("nowait backup list d").new.disk.is_none());
+    for line in [
+        "nowait backup",
+        "nowait backup disk.img",
+        "nowait backup list",
+        "nowait backup prune d",
+        "nowait backup prune d --keep 0",
+        "nowait backup verify d x",
+        "nowait restore d",
+    ] {
+        assert_eq!(parse(line).unwrap_err().exit_code(), 2, "{line}");
+    }
+    for line in ["nowait backup disk.img d --bitmap b", "nowait backup disk.img d --tls-certs c"] {
+        assert!(parse(line).unwrap().check().is_err(), "{line}");
+    }
+    assert_eq!(parse("nowait backup nbd://h/e d --bitmap b").unwrap().check(), Ok(()));
+}
+
+#[test]
+fn a_point_is_named_behind_its_directory() {
+    let point = |text: &str| match parse(&format!("nowait restore {text} to")).unwrap() {
+        Command::Restore(args) => args.point(),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(point("a/b"), ("a/b".into(), None));
+    assert_eq!(point("a/b@12"), ("a/b".into(), Some(12)));
+    assert_eq!(point("a@b@12"), ("a@b".into(), Some(12)));
+    assert_eq!(point("a@b"), ("a@b".into(), None));
+    assert_eq!(point("a@4294967296"), ("a@4294967296".into(), None));
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use nowait_copy::{Lost, Options, Phase, Progress, Report};
+use nowait_copy::{CopySource, CopyTarget, Lost, Options, Phase, Progress, Report};
 use serde_json::{Value, json};
 
 use crate::args::copy_args::CopyArgs;
@@ -36,8 +36,8 @@ const LISTED_RANGES: usize = 20;
 pub(crate) fn run(args: &CopyArgs) -> Result<u8, CliError> {
     let cancel = cancel_on_signal()?;
     let options = Options {
-        from: args.from.clone(),
-        to: args.to.clone(),
+        from: CopySource::At(args.from.clone()),
+        to: CopyTarget::At(args.to.clone()),
         from_format: args.from_format,
         backing_dirs: args.others.backing_dir.clone(),
         backings: args.others.backing.clone(),
@@ -60,8 +60,7 @@ pub(crate) fn run(args: &CopyArgs) -> Result<u8, CliError> {
     if args.tls_certs.is_some() {
         secrets::keep_in_memory();
     }
-    let shown = !args.no_progress && io::stderr().is_terminal();
-    let mut bar = Bar::new(shown);
+    let bar = Bar::new(args.no_progress);
     // Until the first data moves.
     let mut waiting =
         Some(Waiting::start([&args.from, &args.to].into_iter().chain(&options.backings)));
@@ -70,7 +69,7 @@ pub(crate) fn run(args: &CopyArgs) -> Result<u8, CliError> {
         bar.show(progress);
     });
     drop(waiting);
-    bar.0.finish_and_clear();
+    bar.clear();
     let report = copied.map_err(|error| failed(&error))?;
     let text =
         if args.json { format!("{}\n", in_json(args, &report)) } else { in_words(args, &report) };
@@ -105,11 +104,12 @@ fn lost_in_words(args: &CopyArgs, lost: &Lost) -> String {
 }
 
 /// A flag that a signal sets.
-fn cancel_on_signal() -> Result<Arc<AtomicBool>, CliError> {
+pub(crate) fn cancel_on_signal() -> Result<Arc<AtomicBool>, CliError> {
     signals::flag().map_err(|e| CliError::new(format!("cannot handle signals: {}", os_message(&e))))
 }
 
-fn failed(error: &nowait_copy::Error) -> CliError {
+/// The failure of a copy, with its exit status.
+pub(crate) fn failed(error: &nowait_copy::Error) -> CliError {
     let line = CliError::new(error.to_string());
     match error {
         nowait_copy::Error::WrittenInPart { .. } => line.with_status(WRITTEN_IN_PART),
@@ -117,11 +117,13 @@ fn failed(error: &nowait_copy::Error) -> CliError {
     }
 }
 
-struct Bar(ProgressBar);
+/// The progress bar of a copy.
+pub(crate) struct Bar(ProgressBar);
 
 impl Bar {
-    fn new(shown: bool) -> Self {
-        if !shown {
+    /// A bar, unless progress is not to be shown or standard error is no terminal.
+    pub(crate) fn new(no_progress: bool) -> Self {
+        if no_progress || !io::stderr().is_terminal() {
             return Self(ProgressBar::hidden());
         }
         let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
@@ -131,18 +133,29 @@ impl Bar {
         Self(bar)
     }
 
-    fn show(&mut self, progress: Progress) {
+    /// Shows the progress of a copy.
+    pub(crate) fn show(&self, progress: Progress) {
         let phase = match progress.phase {
             Phase::Copying => "copying",
             Phase::Flushing => "flushing",
             Phase::Verifying => "verifying",
         };
+        self.set(phase, progress.done, progress.total);
+    }
+
+    /// Shows that `done` of `total` bytes of a phase are done.
+    pub(crate) fn set(&self, phase: &'static str, done: u64, total: u64) {
         if self.0.message() != phase {
             self.0.set_message(phase);
             self.0.reset();
         }
-        self.0.set_length(progress.total);
-        self.0.set_position(progress.done);
+        self.0.set_length(total);
+        self.0.set_position(done);
+    }
+
+    /// Removes the bar.
+    pub(crate) fn clear(&self) {
+        self.0.finish_and_clear();
     }
 }
 

@@ -18,5 +18,6 @@ pub(crate) mod top_layout;
 #[cfg(feature = "control")]
 pub(crate) mod top;
 pub(crate) mod copy;
+pub(crate) mod backup_chain;
 pub(crate) mod bench;
 pub(crate) mod setup;

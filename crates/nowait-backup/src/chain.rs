@@ -1,0 +1,235 @@
+//! A chain: the points in a place, and what each stands on.
+//!
+//! Invariant: a point is used only if its manifest and those of all that it stands on are whole, are of one chain and
+//! one size, and all files that they name are there in their length.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Arc;
+
+use nowait_copy::Error;
+
+use crate::directory::Directory;
+use crate::manifest::{Header, MAX_FILES, MAX_MANIFEST_BYTES, Manifest};
+use crate::place::{Access, FileName, Place};
+use crate::table::Table;
+
+/// A point as it is listed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PointInfo {
+    /// Its number: later points have higher ones.
+    pub number: u32,
+    /// The point that has what is unchanged; `None` for a whole one.
+    pub parent: Option<u32>,
+    /// The begin of the backup, in seconds since 1970.
+    pub seconds: u64,
+    /// Bytes of the disk.
+    pub size: u64,
+    /// Bytes of the blocks of data that it has itself, as they are on the disk.
+    pub data_bytes: u64,
+    /// Bytes of these blocks as they are stored.
+    pub stored_bytes: u64,
+    /// The dirty bitmap that told what had changed.
+    pub bitmap: Option<String>,
+}
+
+impl PointInfo {
+    /// The begin of the backup as text, in UTC: `2001-09-09T01:46:40Z`.
+    #[must_use]
+    pub fn time(&self) -> String {
+        let time = i64::try_from(self.seconds).ok();
+        let time = time.and_then(|seconds| chrono::DateTime::from_timestamp(seconds, 0));
+        time.map_or_else(|| "-".into(), |time| format!("{:?}Z", time.naive_utc()))
+    }
+
+    pub(crate) fn of(manifest: &Manifest) -> Self {
+        let Manifest { header, entries } = manifest;
+        let data = entries.iter().filter(|entry| !entry.is_zero());
+        Self {
+            number: header.number,
+            parent: header.parent,
+            seconds: header.seconds,
+            size: header.size,
+            data_bytes: data.clone().count() as u64 * header.block_bytes,
+            stored_bytes: data.map(|entry| u64::from(entry.len)).sum(),
+            bitmap: header.bitmap.clone(),
+        }
+    }
+}
+
+/// A point of the list: how it is, or what is wrong with its manifest.
+pub type ListedPoint = (u32, Result<PointInfo, String>);
+
+pub(crate) struct Point {
+    pub(crate) header: Header,
+    pub(crate) info: PointInfo,
+}
+
+/// A chain of backups that is open.
+pub struct Chain {
+    pub(crate) place: Arc<dyn Place>,
+    /// The place in errors.
+    pub(crate) name: String,
+    pub(crate) points: BTreeMap<u32, Result<Point, String>>,
+    /// The random number that all of them have.
+    pub(crate) id: u64,
+    /// Lengths of the data files.
+    files: BTreeMap<u64, u64>,
+}
+
+impl Chain {
+    /// Opens the chain in the directory `path`. With [`Access::Add`] the directory is made if it is absent.
+    ///
+    /// # Errors
+    /// There is no chain in the directory; another process uses it; it cannot be read.
+    pub fn open(path: &Path, access: Access) -> Result<Self, Error> {
+        let name = path.display().to_string();
+        let place = Directory::open(path, access).map_err(|what| Error::at(&name, what))?;
+        Self::in_place(Arc::new(place), name)
+    }
+
+    pub(crate) fn in_place(place: Arc<dyn Place>, name: String) -> Result<Self, Error> {
+        let listed = place.list().map_err(|what| Error::at(&name, what))?;
+        let (mut points, mut files) = (BTreeMap::new(), BTreeMap::new());
+        let mut numbers = BTreeSet::new();
+        for (file, bytes) in listed {
+            match file {
+                FileName::Point(number) => drop(numbers.insert(number)),
+                FileName::Data(id) => drop(files.insert(id, bytes)),
+                FileName::Partial(_) => {}
+            }
+        }
+        if numbers.len() > MAX_FILES {
+            return Err(Error::at(&name, format!("it has more than {MAX_FILES} points")));
+        }
+        let mut id = None;
+        for number in numbers {
+            let point = read(&*place, number).and_then(|manifest| {
+                match *id.get_or_insert(manifest.header.chain) == manifest.header.chain {
+                    true => {
+                        let info = PointInfo::of(&manifest);
+                        Ok(Point { header: manifest.header, info })
+                    }
+                    false => Err("it is of another chain".into()),
+                }
+            });
+            points.insert(number, point);
+        }
+        let id = id.unwrap_or_else(|| fastrand::u64(..));
+        Ok(Self { place, name, points, id, files })
+    }
+
+    /// The points, in their order.
+    #[must_use]
+    pub fn points(&self) -> Vec<ListedPoint> {
+        let listed = |(number, point): (&u32, &Result<Point, String>)| {
+            let info = point.as_ref().map(|point| point.info.clone());
+            (*number, info.map_err(Clone::clone))
+        };
+        self.points.iter().map(listed).collect()
+    }
+
+    /// The number of the last point, if there is one.
+    #[must_use]
+    pub fn last(&self) -> Option<u32> {
+        self.points.keys().next_back().copied()
+    }
+
+    pub(crate) fn error(&self, what: impl std::fmt::Display) -> Error {
+        Error::at(&self.name, what)
+    }
+
+    /// The manifest of a point.
+    pub(crate) fn manifest(&self, number: u32) -> Result<Manifest, String> {
+        read(&*self.place, number)
+    }
+
+    fn point(&self, number: u32) -> Result<&Point, String> {
+        match self.points.get(&number) {
+            Some(Ok(point)) => Ok(point),
+            Some(Err(why)) => Err(format!("the manifest of point {number} is damaged: {why}")),
+            None => Err(format!("there is no point {number}")),
+        }
+    }
+
+    /// The points that `number` stands on, and itself, from the whole one on.
+    ///
+    /// # Errors
+    /// One of them cannot be used.
+    pub(crate) fn lineage(&self, number: u32) -> Result<Vec<u32>, String> {
+        let last = self.point(number)?;
+        let (mut point, mut numbers) = (last, vec![number]);
+        loop {
+            let disk = |header: &Header| (header.size, header.block_bytes);
+            if disk(&point.header) != disk(&last.header) {
+                return Err(format!("point {} is of another disk", point.header.number));
+            }
+            for file in &point.header.files {
+                if self.files.get(&file.id).is_none_or(|bytes| *bytes < file.bytes) {
+                    let name = FileName::Data(file.id);
+                    return Err(format!("the file {name} is missing or too short"));
+                }
+            }
+            // A parent has a lower number, so this ends.
+            let Some(parent) = point.header.parent else { break };
+            point = self.point(parent)?;
+            numbers.push(parent);
+        }
+        numbers.reverse();
+        Ok(numbers)
+    }
+
+    /// All blocks of the disk of a point that are not zero.
+    ///
+    /// # Errors
+    /// The point, or one that it stands on, cannot be used.
+    pub(crate) fn table(&self, number: u32) -> Result<Table, String> {
+        let mut table = Table::default();
+        for number in self.lineage(number)? {
+            table = table.covered_by(self.manifest(number)?)?.without_zeros();
+        }
+        Ok(table)
+    }
+
+    /// Whether every manifest can be read, so that it is known which files are in use.
+    pub(crate) fn is_known(&self) -> bool {
+        self.points.values().all(Result::is_ok)
+    }
+
+    /// Removes what a backup or a prune has left that was killed: files that no manifest names.
+    ///
+    /// # Errors
+    /// A file cannot be removed.
+    pub(crate) fn remove_remains(&self) -> Result<(), String> {
+        if !self.is_known() {
+            return Ok(());
+        }
+        let headers = self.points.values().flatten().map(|point| &point.header);
+        let used: BTreeSet<u64> =
+            headers.flat_map(|header| &header.files).map(|file| file.id).collect();
+        for (name, _) in self.place.list()? {
+            match name {
+                FileName::Data(id) if !used.contains(&id) => self.place.remove(name)?,
+                FileName::Partial(_) => self.place.remove(name)?,
+                FileName::Data(_) | FileName::Point(_) => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reads the manifest of the point `number`.
+fn read(place: &dyn Place, number: u32) -> Result<Manifest, String> {
+    let file = place.open(FileName::Point(number))?;
+    let len = file.len();
+    if len > MAX_MANIFEST_BYTES {
+        return Err("it is too long".into());
+    }
+    let mut bytes = vec![0; len as usize];
+    file.read_at(0, &mut bytes)?;
+    let manifest = Manifest::decode(&bytes)?;
+    match manifest.header.number == number {
+        true => Ok(manifest),
+        false => Err(format!("it is that of point {}", manifest.header.number)),
+    }
+}

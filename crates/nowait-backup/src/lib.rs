@@ -1,0 +1,30 @@
+//! Chains of backups of a disk in a directory: whole points and points of changes, of compressed blocks with checksums.
+//!
+//! For programs that back up disks and restore them to any point.
+//!
+//! A point is a manifest and, if it has blocks, a data file. The manifest comes last, and names all that it needs, so
+//! that a backup that is interrupted never looks like a point. Everything in the files is checked as a stranger's.
+//! Each module uses only modules listed before it.
+#![forbid(unsafe_code)]
+
+mod block;
+mod manifest;
+mod table;
+mod place;
+mod directory;
+mod chain;
+mod data_files;
+mod point_disk;
+mod new_point;
+mod verify;
+mod prune;
+
+pub use chain::{Chain, ListedPoint, PointInfo};
+pub use new_point::NewPoint;
+pub use place::Access;
+pub use point_disk::PointDisk;
+pub use prune::{Keep, Pruned};
+pub use verify::{Damage, PointHealth};
+
+#[cfg(test)]
+mod tests;

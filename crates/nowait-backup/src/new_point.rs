@@ -1,0 +1,274 @@
+//! A new point: blocks are compressed and appended to a data file, the manifest comes last.
+//!
+//! Invariant: there is a point when its manifest is there, and that is put when all that it names is durable. Of a
+//! point that is not finished the data file is removed.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use nowait::ByteRange;
+use nowait_copy::{Error, Increment, IncrementTarget, TargetDisk};
+use nowait_image::ClusterCompressor;
+
+use crate::block::{block_bytes_of, compressor, sum_of};
+use crate::chain::{Chain, PointInfo};
+use crate::manifest::{DataFile, Entry, Header, Manifest};
+use crate::place::{FileName, NewFile};
+use crate::table::Table;
+
+/// A point that is being made.
+pub struct NewPoint {
+    /// Holds the lock.
+    chain: Chain,
+    /// The last point and all its blocks.
+    base: Option<(Header, Table)>,
+    /// The number of the new point.
+    number: u32,
+    bitmap: Option<String>,
+    started: OnceLock<Header>,
+    state: Mutex<State>,
+    /// Compressors that no thread uses.
+    compressors: Mutex<Vec<ClusterCompressor>>,
+}
+
+#[derive(Default)]
+struct State {
+    /// The data file, when there is a block.
+    data: Option<Data>,
+    entries: Vec<Entry>,
+    /// A bit for each block that was written or made zero.
+    seen: Vec<u64>,
+    made: Option<PointInfo>,
+}
+
+struct Data {
+    id: u64,
+    file: Box<dyn NewFile>,
+    bytes: u64,
+}
+
+impl Chain {
+    /// Begins a point, by the dirty `bitmap` of the source if one is given and there is a point already. What a
+    /// backup has left that was killed is removed.
+    ///
+    /// # Errors
+    /// The last point cannot be used with a bitmap; remains cannot be removed.
+    pub fn new_point(self, bitmap: Option<String>) -> Result<Arc<NewPoint>, Error> {
+        self.remove_remains().map_err(|what| self.error(what))?;
+        let last = self.last();
+        let number = last.unwrap_or(0).checked_add(1);
+        let number = number.ok_or_else(|| self.error("it has had all points that are possible"))?;
+        let base = match last.map(|last| (last, self.table(last))) {
+            Some((last, Ok(table))) => {
+                let point = self.points.get(&last).and_then(|point| point.as_ref().ok());
+                point.map(|point| (point.header.clone(), table))
+            }
+            Some((_, Err(why))) if bitmap.is_some() => {
+                let what = format!("{why} (leave out --bitmap, to make a whole point)");
+                return Err(self.error(what));
+            }
+            Some((_, Err(_))) | None => None,
+        };
+        Ok(Arc::new(NewPoint {
+            bitmap: bitmap.filter(|_| base.is_some()),
+            chain: self,
+            base,
+            number,
+            started: OnceLock::new(),
+            state: Mutex::default(),
+            compressors: Mutex::default(),
+        }))
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl NewPoint {
+    /// The directory of its chain, for errors.
+    #[must_use]
+    pub fn name(&self) -> String {
+        self.chain.name.clone()
+    }
+
+    /// The bitmap that tells the copy what to read; `None`: all of the disk.
+    #[must_use]
+    pub fn increment(&self) -> Option<Increment> {
+        let bitmap = self.bitmap.clone()?;
+        Some(Increment { bitmap, target: IncrementTarget::InPlace })
+    }
+
+    /// The point, when it is made.
+    #[must_use]
+    pub fn made(&self) -> Option<PointInfo> {
+        lock(&self.state).made.clone()
+    }
+
+    /// The header of the point, with the table of its parent.
+    fn started(&self) -> Result<(&Header, Option<&Table>), String> {
+        let header = self.started.get().ok_or("it has not begun")?;
+        let table = self.base.as_ref().map(|(_, table)| table);
+        Ok((header, table.filter(|_| header.parent.is_some())))
+    }
+
+    /// Takes a block, which is not all zeros.
+    fn take(&self, block: u32, bytes: &[u8]) -> Result<(), String> {
+        let (header, base) = self.started()?;
+        let sum = sum_of(bytes);
+        if base.and_then(|table| table.get(block)).is_some_and(|entry| entry.sum == sum) {
+            lock(&self.state).see(block);
+            return Ok(());
+        }
+        let spare = lock(&self.compressors).pop();
+        let mut compressor = spare
+            .or_else(|| compressor(header.block_bytes))
+            .ok_or("no memory for the compression")?;
+        let stored = compressor.compress(bytes).unwrap_or(bytes);
+        let mut state = lock(&self.state);
+        let place = state.append(&self.chain, stored)?;
+        state.see(block);
+        let len = stored.len() as u32;
+        state.entries.push(Entry { sum, position: place, block, file: 0, len });
+        drop(state);
+        lock(&self.compressors).push(compressor);
+        Ok(())
+    }
+
+    fn take_zero(&self, block: u32) -> Result<(), String> {
+        let (_, base) = self.started()?;
+        let mut state = lock(&self.state);
+        state.see(block);
+        if base.is_some_and(|table| table.get(block).is_some()) {
+            state.entries.push(Entry::zero(block));
+        }
+        Ok(())
+    }
+
+    fn block_of(&self, pos: u64) -> Result<u32, String> {
+        let block = pos / self.started()?.0.block_bytes;
+        u32::try_from(block).map_err(|_| "a block behind the end of the disk".into())
+    }
+}
+
+impl State {
+    fn see(&mut self, block: u32) {
+        if let Some(word) = self.seen.get_mut(block as usize / 64) {
+            *word |= 1 << (block % 64);
+        }
+    }
+
+    fn has_seen(&self, block: u32) -> bool {
+        self.seen.get(block as usize / 64).is_some_and(|word| word >> (block % 64) & 1 == 1)
+    }
+
+    /// Appends `stored` to the data file. Returns its position.
+    fn append(&mut self, chain: &Chain, stored: &[u8]) -> Result<u64, String> {
+        let data = match &mut self.data {
+            Some(data) => data,
+            none => none.insert(Data::create(chain)?),
+        };
+        data.append(stored)
+    }
+}
+
+impl Data {
+    fn create(chain: &Chain) -> Result<Self, String> {
+        let id = fastrand::u64(..);
+        Ok(Self { id, file: chain.place.create(FileName::Data(id))?, bytes: 0 })
+    }
+
+    fn append(&mut self, stored: &[u8]) -> Result<u64, String> {
+        self.file.append(stored)?;
+        let position = self.bytes;
+        self.bytes += stored.len() as u64;
+        Ok(position)
+    }
+}
+
+impl fmt::Debug for NewPoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}@{}", self.chain.name, self.number)
+    }
+}
+
+impl TargetDisk for NewPoint {
+    fn begin(&self, size: u64) -> Result<u64, String> {
+        let block_bytes = block_bytes_of(size).ok_or("the disk is too large: 128 TiB at most")?;
+        let base = self.base.as_ref().map(|(header, _)| header);
+        let fits = |header: &&Header| (header.size, header.block_bytes) == (size, block_bytes);
+        let parent = match base {
+            Some(header) if !fits(&header) && self.bitmap.is_some() => {
+                return Err(format!(
+                    "the disk has another size than at point {}: {size} bytes, it had {} (leave out --bitmap, to make a whole point)",
+                    header.number, header.size
+                ));
+            }
+            base => base.filter(fits).map(|header| header.number),
+        };
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let header = Header {
+            chain: self.chain.id,
+            number: self.number,
+            parent,
+            size,
+            block_bytes,
+            seconds: now.map_or(0, |now| now.as_secs()),
+            bitmap: self.bitmap.clone(),
+            files: Vec::new(),
+        };
+        let words = header.blocks().div_ceil(64) as usize;
+        lock(&self.state).seen = vec![0; words];
+        self.started.set(header).map_err(|_| "it has begun already")?;
+        Ok(block_bytes)
+    }
+
+    fn write(&self, pos: u64, bytes: &[u8]) -> Result<(), String> {
+        let block_bytes = self.started()?.0.block_bytes;
+        let first = self.block_of(pos)?;
+        for (block, bytes) in (first..).zip(bytes.chunks_exact(block_bytes as usize)) {
+            match bytes.iter().all(|byte| *byte == 0) {
+                true => self.take_zero(block)?,
+                false => self.take(block, bytes)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn zero(&self, range: ByteRange) -> Result<(), String> {
+        let block_bytes = self.started()?.0.block_bytes;
+        let first = self.block_of(range.pos)?;
+        let count = (range.len / block_bytes) as usize;
+        (first..).take(count).try_for_each(|block| self.take_zero(block))
+    }
+
+    fn finish(&self) -> Result<(), String> {
+        let (header, base) = self.started()?;
+        let mut header = header.clone();
+        let mut state = lock(&self.state);
+        let mut entries = std::mem::take(&mut state.entries);
+        // Without a bitmap what the copy has not sent is zero.
+        if let (Some(base), None) = (base, &self.bitmap) {
+            let unseen = base.entries.iter().filter(|entry| !state.has_seen(entry.block));
+            entries.extend(unseen.map(|entry| Entry::zero(entry.block)));
+        }
+        entries.sort_unstable_by_key(|entry| entry.block);
+        if let Some(data) = &mut state.data {
+            data.file.complete()?;
+            header.files = vec![DataFile { id: data.id, bytes: data.bytes }];
+        }
+        let manifest = Manifest { header, entries };
+        let name = FileName::Point(self.number);
+        let put = self.chain.place.put(name, &manifest.encode()?);
+        // A manifest that has its name, but is maybe not durable, needs its data, too.
+        if (put.is_ok() || self.chain.place.open(name).is_ok())
+            && let Some(data) = state.data.take()
+        {
+            data.file.keep();
+        }
+        put?;
+        state.made = Some(PointInfo::of(&manifest));
+        Ok(())
+    }
+}

@@ -1,0 +1,114 @@
+//! A place that keeps the files of a chain: named files, each written once from its begin to its end.
+//!
+//! Invariant: names are made of numbers by this module, so that nothing in a file leads to another place.
+
+use std::fmt;
+
+/// The use of a chain that is opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Points are listed.
+    List,
+    /// Points are read, and may not be removed meanwhile.
+    Read,
+    /// A point is added; the place is made if it is absent.
+    Add,
+    /// Points are removed.
+    Remove,
+}
+
+/// A place for the files of a chain. Errors are messages of one line, which do not name the place.
+pub(crate) trait Place: Send + Sync + fmt::Debug {
+    /// The files of the chain, with their lengths in bytes.
+    fn list(&self) -> Result<Vec<(FileName, u64)>, String>;
+
+    /// Opens a file to read.
+    fn open(&self, name: FileName) -> Result<Box<dyn StoredFile>, String>;
+
+    /// Begins a file that is appended to.
+    fn create(&self, name: FileName) -> Result<Box<dyn NewFile>, String>;
+
+    /// Makes a file of these bytes, or replaces it, as one step that is durable.
+    fn put(&self, name: FileName, bytes: &[u8]) -> Result<(), String>;
+
+    /// Removes a file.
+    fn remove(&self, name: FileName) -> Result<(), String>;
+}
+
+/// A file that is read.
+pub(crate) trait StoredFile: Send + Sync {
+    /// Its length in bytes.
+    fn len(&self) -> u64;
+
+    /// Fills `bytes` with those from `pos` on.
+    fn read_at(&self, pos: u64, bytes: &mut [u8]) -> Result<(), String>;
+}
+
+/// A file that is being written. It is removed if it is dropped before [`NewFile::keep`].
+pub(crate) trait NewFile: Send + fmt::Debug {
+    /// Adds `bytes` at its end.
+    fn append(&mut self, bytes: &[u8]) -> Result<(), String>;
+
+    /// Makes all of it durable; nothing is appended after that.
+    fn complete(&mut self) -> Result<(), String>;
+
+    /// Lets it stay.
+    fn keep(self: Box<Self>);
+}
+
+/// The name of a file of a chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum FileName {
+    /// The manifest of a point.
+    Point(u32),
+    /// A manifest that is not complete.
+    Partial(u32),
+    /// Stored blocks.
+    Data(u64),
+}
+
+impl FileName {
+    /// The name that `text` is, if it is one.
+    pub(crate) fn parse(text: &str) -> Option<Self> {
+        let name = match (text.strip_prefix("point-"), text.strip_prefix("data-")) {
+            (Some(number), _) => match number.strip_suffix(".partial") {
+                Some(number) => Self::Partial(number.parse().ok()?),
+                None => Self::Point(number.parse().ok()?),
+            },
+            (None, Some(id)) => Self::Data(u64::from_str_radix(id, 16).ok()?),
+            (None, None) => return None,
+        };
+        (name.to_string() == text).then_some(name)
+    }
+}
+
+impl fmt::Display for FileName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Point(number) => write!(f, "point-{number:06}"),
+            Self::Partial(number) => write!(f, "point-{number:06}.partial"),
+            Self::Data(id) => write!(f, "data-{id:016x}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_numbers_and_nothing_else() {
+        for name in [
+            FileName::Point(1),
+            FileName::Point(u32::MAX),
+            FileName::Partial(7),
+            FileName::Data(0),
+            FileName::Data(u64::MAX),
+        ] {
+            assert_eq!(FileName::parse(&name.to_string()), Some(name));
+        }
+        for text in ["", "point-1", "point-+00001", "point-../../x", "data-1", "data-", "lock"] {
+            assert_eq!(FileName::parse(text), None, "{text}");
+        }
+    }
+}

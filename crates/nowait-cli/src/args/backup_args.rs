@@ -1,0 +1,284 @@
+//! The command lines of `nowait backup` and `nowait restore`, and their help.
+//!
+//! Invariant: parsed values are in range.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::builder::{OsStringValueParser, TypedValueParser};
+use clap::{Args, Subcommand};
+use nowait_backup::Keep;
+use nowait_copy::Location;
+use nowait_image::Format;
+
+use crate::args::image_args::{OtherFiles, format_of_new, parse_image_format, parse_new_format};
+use crate::args::remote_args::AuthArgs;
+use nowait_daemon::config::start_bitmap::parse_name;
+
+/// Add a point to a chain of backups of a disk, or list, verify and prune the points of a chain
+///
+/// DISK is all that 'nowait copy' can read: an image, a block device, an NBD export of any server, an object. DIR is a
+/// directory with one chain of one disk; it is made if it is absent. A directory with other files is refused. A DISK
+/// with the name of a command, as list, is ./list.
+///
+/// The first point is whole. A later one has the blocks (64 KiB; larger for disks of more than 512 GiB) that differ from
+/// the point before: with --bitmap only what has changed is read, without it all of DISK is read and compared by
+/// checksums. Blocks are compressed; zeros and holes take nothing. A disk that has another size than before gets a whole
+/// point.
+///
+/// A point is there when all of it is on storage. A backup that fails, or is interrupted, leaves none. What one leaves
+/// that is killed is removed by the next backup, which begins again. One backup writes to a chain at a time.
+///
+/// A disk that is written to meanwhile is backed up at no single moment: 'nowait export backup start' has one as of an
+/// instant (docs/backup.md).
+#[derive(Debug, Args)]
+#[command(after_help = BACKUP_AFTER_HELP)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub(crate) struct BackupArgs {
+    #[command(subcommand)]
+    pub(crate) action: Option<ChainAction>,
+
+    #[command(flatten)]
+    pub(crate) new: NewPointArgs,
+}
+
+/// A new point.
+#[derive(Debug, Args)]
+pub(crate) struct NewPointArgs {
+    /// The disk to back up; it is only read
+    #[arg(value_hint = clap::ValueHint::FilePath, required = true)]
+    #[arg(value_parser = OsStringValueParser::new().try_map(|text| Location::parse(&text)))]
+    pub(crate) disk: Option<Location>,
+
+    /// The directory of the chain
+    #[arg(value_name = "DIR", value_hint = clap::ValueHint::DirPath, required = true)]
+    pub(crate) directory: Option<PathBuf>,
+
+    /// Read only what the dirty bitmap NAME of DISK, an NBD export, says has changed since the last point
+    ///
+    /// The first point is whole also with a bitmap, which has to be there before. Clear the bitmap, or commit the backup
+    /// of a server, after exit status 0 only.
+    #[arg(long, value_name = "NAME", value_parser = parse_name)]
+    pub(crate) bitmap: Option<String>,
+
+    /// Format of DISK: raw, qcow2, vmdk or vhdx; without it as 'nowait copy' finds it
+    #[arg(short, long, value_name = "FORMAT", value_parser = parse_image_format)]
+    pub(crate) format: Option<Format>,
+
+    #[command(flatten)]
+    pub(crate) others: OtherFiles,
+
+    #[command(flatten)]
+    pub(crate) auth: AuthArgs,
+
+    /// For nbds: the directory with ca-cert.pem and, where the server asks for them, client-cert.pem and client-key.pem
+    #[arg(long, value_name = "DIR")]
+    pub(crate) tls_certs: Option<PathBuf>,
+
+    /// Show no progress bar, also on a terminal
+    #[arg(long)]
+    pub(crate) no_progress: bool,
+
+    /// Print one JSON object at the end, for scripts
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// What is done with a chain.
+#[derive(Debug, Subcommand)]
+pub(crate) enum ChainAction {
+    /// List the points of a chain
+    List {
+        /// The directory of the chain
+        #[arg(value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+        directory: PathBuf,
+        /// Print one JSON object, for scripts
+        #[arg(long)]
+        json: bool,
+    },
+    /// Read all that points are restored from, and compare it with its checksums
+    ///
+    /// Each damaged range is printed with the point that has it, for each point that it makes unusable. Exit status 1 says
+    /// that there is one.
+    Verify {
+        /// The directory of the chain
+        #[arg(value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+        directory: PathBuf,
+        /// The number of a point; all points without it
+        point: Option<u32>,
+        /// Show no progress bar, also on a terminal
+        #[arg(long)]
+        no_progress: bool,
+        /// Print one JSON object, for scripts
+        #[arg(long)]
+        json: bool,
+    },
+    /// Remove older points
+    ///
+    /// A point stays if any of the options keeps it. What it needs of points that go becomes its own. When a prune is
+    /// killed, at any step, every point that stays can be restored, and the next one goes on.
+    Prune {
+        /// The directory of the chain
+        #[arg(value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+        directory: PathBuf,
+        #[command(flatten)]
+        keep: KeepArgs,
+        /// Print one JSON object, for scripts
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// The points that stay.
+#[derive(Debug, Args)]
+#[group(required = true, multiple = true)]
+pub(crate) struct KeepArgs {
+    /// Keep the last N points
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    keep: Option<u16>,
+
+    /// Keep the last point of each of the last N days (UTC) that have one, and the last of all
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    keep_daily: Option<u16>,
+
+    /// Keep the last point of each of the last N weeks (from Monday, UTC) that have one, and the last of all
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    keep_weekly: Option<u16>,
+}
+
+impl KeepArgs {
+    /// The rule.
+    pub(crate) fn keep(&self) -> Keep {
+        let count = |given: Option<u16>| given.unwrap_or(0).into();
+        let Self { keep, keep_daily, keep_weekly } = self;
+        Keep { last: count(*keep), daily: count(*keep_daily), weekly: count(*keep_weekly) }
+    }
+}
+
+/// Restore a disk from a chain of backups
+///
+/// TO is a new file, a block device or an NBD export, written as 'nowait copy' writes it: a file gets its name when all of
+/// it is there, durable and, with --verify, compared. Every block is compared with its checksum as it is read: a damaged
+/// one is an error that names its bytes, and no such file is left.
+#[derive(Debug, Args)]
+#[command(after_help = RESTORE_AFTER_HELP)]
+pub(crate) struct RestoreArgs {
+    /// The directory of the chain, and the number of a point; the last one without it
+    #[arg(value_name = "DIR[@POINT]", value_hint = clap::ValueHint::DirPath)]
+    pub(crate) from: OsString,
+
+    /// Where to restore it to
+    #[arg(value_hint = clap::ValueHint::FilePath)]
+    #[arg(value_parser = OsStringValueParser::new().try_map(|text| Location::parse(&text)))]
+    pub(crate) to: Location,
+
+    /// Overwrite TO where it is a file that is not empty, a block device, or an object
+    #[arg(long)]
+    pub(crate) force: bool,
+
+    /// Write to a block device though it is mounted, or something else uses it
+    #[arg(long)]
+    pub(crate) allow_mounted: bool,
+
+    /// Read both sides again at the end, and compare them
+    #[arg(long)]
+    pub(crate) verify: bool,
+
+    /// Format of TO: raw or qcow2; without it qcow2 for a file whose name ends in .qcow2 or .qcow, else raw
+    ///
+    /// A raw file that would begin like an image is refused without this.
+    #[arg(short = 'O', long, value_name = "FORMAT", value_parser = parse_new_format)]
+    to_format: Option<Format>,
+
+    /// For nbds: the directory with ca-cert.pem and, where the server asks for them, client-cert.pem and client-key.pem
+    #[arg(long, value_name = "DIR")]
+    pub(crate) tls_certs: Option<PathBuf>,
+
+    /// Show no progress bar, also on a terminal
+    #[arg(long)]
+    pub(crate) no_progress: bool,
+
+    /// Print one JSON object at the end, for scripts
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+impl BackupArgs {
+    /// Checks rules that the parser does not.
+    ///
+    /// # Errors
+    /// A message for the user.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let new = &self.new;
+        let Some(disk) = &new.disk else { return Ok(()) };
+        let is_export = matches!(disk, Location::Nbd(_));
+        if new.bitmap.is_some() && !is_export {
+            return Err("--bitmap is for NBD exports, and DISK is none".into());
+        }
+        if new.tls_certs.is_some() && !disk.asks_for_tls() {
+            return Err("--tls-certs is for nbds:// and nbds+unix://, and DISK is neither".into());
+        }
+        new.others.check(new.format)
+    }
+}
+
+impl RestoreArgs {
+    /// The directory, and the point if one is given. A directory may have a name that ends like a point.
+    pub(crate) fn point(&self) -> (PathBuf, Option<u32>) {
+        let whole = PathBuf::from(&self.from);
+        let parts = self.from.to_str().and_then(|text| text.rsplit_once('@'));
+        match parts.and_then(|(directory, number)| Some((directory, number.parse().ok()?))) {
+            Some((directory, number)) if !whole.is_dir() => (directory.into(), Some(number)),
+            _ => (whole, None),
+        }
+    }
+
+    /// The format of TO, and whether it was given.
+    pub(crate) fn format(&self) -> (Format, bool) {
+        let by_name = || self.to.path().map_or(Format::Raw, format_of_new);
+        (self.to_format.unwrap_or_else(by_name), self.to_format.is_some())
+    }
+}
+
+const BACKUP_AFTER_HELP: &str = "\
+Examples:
+  Add a point of an image, or of a block device, that is not in use:
+    nowait backup disk.img /srv/backups/disk
+
+  Add a point of a disk that is in use, as of an instant; only what has changed is read:
+    nowait export backup start vm --bitmap nightly
+    nowait backup 'nbd+unix:///vm.backup?socket=/run/vm.sock' /srv/backups/vm --bitmap nightly &&
+      nowait export backup commit vm || nowait export backup abort vm
+
+  Look at the points, check them, and keep one of each of seven days and four weeks:
+    nowait backup list /srv/backups/vm
+    nowait backup verify /srv/backups/vm
+    nowait backup prune /srv/backups/vm --keep-daily 7 --keep-weekly 4
+
+JSON keys:
+  of a new point: disk, directory, point, parent (null for a whole one), time, size_bytes, data_bytes (of its
+  blocks), stored_bytes (as they are stored), bitmap, seconds
+  of list: points, an array of the same keys from point to bitmap; of one that is damaged: point, damaged (why)
+  of verify: sound (true or false), points, an array of objects with point, sound, unusable (why nothing can be
+  restored, or null), damage, an array of objects with offset, length, point (that has the bytes) and why
+  of prune: removed, kept (arrays of numbers), bytes_before, bytes
+
+Exit status:
+  0   the point is there and durable; all points are sound; older points are removed
+  1   there is no new point, or one is damaged; one line on standard error says why
+  2   wrong command line";
+
+const RESTORE_AFTER_HELP: &str = "\
+Examples:
+  nowait restore /srv/backups/disk disk.img              # the last point
+  nowait restore /srv/backups/disk@3 disk.qcow2          # an earlier one, of 'nowait backup list'
+  nowait restore /srv/backups/disk /dev/vdb --force --verify
+
+JSON keys:
+  from, to, to_format, size_bytes, data_bytes, zero_bytes, seconds, verified (true or false)
+
+Exit status:
+  0   the disk is restored, flushed and, with --verify, compared
+  1   there is no such point, or it is damaged; there is no new file; one line on standard error says why
+  2   wrong command line
+  3   TO, a block device or an export, is written in part";
