@@ -18,13 +18,15 @@ mod point_disk;
 mod new_point;
 mod verify;
 mod prune;
+#[cfg(feature = "fuzz")]
+pub mod fuzz;
 
 pub use chain::{Chain, ListedPoint, PointInfo};
 pub use new_point::NewPoint;
 pub use place::Access;
 pub use point_disk::PointDisk;
-pub use prune::{Keep, Pruned};
-pub use verify::{Damage, PointHealth};
+pub use prune::{Keep, Pruned, prune};
+pub use verify::{Damage, PointHealth, verify};
 
 #[cfg(test)]
 mod tests;

@@ -48,31 +48,36 @@ struct Data {
     bytes: u64,
 }
 
-impl Chain {
-    /// Begins a point, by the dirty `bitmap` of the source if one is given and there is a point already. What a
-    /// backup has left that was killed is removed.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl NewPoint {
+    /// Begins a point of `chain`, by the dirty `bitmap` of the source if one is given and there is a point already.
+    /// Remains of a backup that was killed are removed.
     ///
     /// # Errors
     /// The last point cannot be used with a bitmap; remains cannot be removed.
-    pub fn new_point(self, bitmap: Option<String>) -> Result<Arc<NewPoint>, Error> {
-        self.remove_remains().map_err(|what| self.error(what))?;
-        let last = self.last();
+    pub fn new(chain: Chain, bitmap: Option<String>) -> Result<Arc<Self>, Error> {
+        chain.remove_remains().map_err(|what| chain.error(what))?;
+        let last = chain.last();
         let number = last.unwrap_or(0).checked_add(1);
-        let number = number.ok_or_else(|| self.error("it has had all points that are possible"))?;
-        let base = match last.map(|last| (last, self.table(last))) {
+        let number =
+            number.ok_or_else(|| chain.error("it has had all points that are possible"))?;
+        let base = match last.map(|last| (last, chain.table(last))) {
             Some((last, Ok(table))) => {
-                let point = self.points.get(&last).and_then(|point| point.as_ref().ok());
+                let point = chain.points.get(&last).and_then(|point| point.as_ref().ok());
                 point.map(|point| (point.header.clone(), table))
             }
             Some((_, Err(why))) if bitmap.is_some() => {
                 let what = format!("{why} (leave out --bitmap, to make a whole point)");
-                return Err(self.error(what));
+                return Err(chain.error(what));
             }
             Some((_, Err(_))) | None => None,
         };
-        Ok(Arc::new(NewPoint {
+        Ok(Arc::new(Self {
             bitmap: bitmap.filter(|_| base.is_some()),
-            chain: self,
+            chain,
             base,
             number,
             started: OnceLock::new(),
@@ -80,13 +85,7 @@ impl Chain {
             compressors: Mutex::default(),
         }))
     }
-}
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl NewPoint {
     /// The directory of its chain, for errors.
     #[must_use]
     pub fn name(&self) -> String {

@@ -26,24 +26,22 @@ pub struct PointDisk {
     block_bytes: u64,
 }
 
-impl Chain {
-    /// The disk of the point `number`; of the last one without a number.
+impl PointDisk {
+    /// The disk of the point `number` of `chain`; of the last one without a number.
     ///
     /// # Errors
     /// There is no such point; it, or one that it stands on, cannot be used.
-    pub fn disk(self, number: Option<u32>) -> Result<Arc<PointDisk>, Error> {
-        let number = number.or(self.last()).ok_or_else(|| self.error("it has no points"))?;
-        let table = self.table(number).map_err(|what| self.error(what))?;
-        let Some(Ok(point)) = self.points.get(&number) else {
-            return Err(self.error("the point is damaged"));
+    pub fn open(chain: Chain, number: Option<u32>) -> Result<Arc<Self>, Error> {
+        let number = number.or(chain.last()).ok_or_else(|| chain.error("it has no points"))?;
+        let table = chain.table(number).map_err(|what| chain.error(what))?;
+        let Some(Ok(point)) = chain.points.get(&number) else {
+            return Err(chain.error("the point is damaged"));
         };
         let (size, block_bytes) = (point.header.size, point.header.block_bytes);
-        let files = DataFiles::new(self.place.clone());
-        Ok(Arc::new(PointDisk { chain: self, number, table, files, size, block_bytes }))
+        let files = DataFiles::new(chain.place.clone());
+        Ok(Arc::new(Self { chain, number, table, files, size, block_bytes }))
     }
-}
 
-impl PointDisk {
     /// Its name in errors.
     #[must_use]
     pub fn name(&self) -> String {

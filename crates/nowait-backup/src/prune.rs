@@ -43,162 +43,159 @@ pub struct Pruned {
     pub bytes: (u64, u64),
 }
 
-impl Chain {
-    /// Removes the points that `keep` does not name. When `cancel` is set, it ends after a step; every point that
-    /// stays can be restored then, and the next removal goes on.
-    ///
-    /// # Errors
-    /// A manifest is damaged, or a file cannot be read, written or removed; [`Error::Interrupted`].
-    pub fn prune(mut self, keep: Keep, cancel: &AtomicBool) -> Result<Pruned, Error> {
-        let damaged =
-            self.points.iter().find_map(|(number, point)| Some((*number, point.as_ref().err()?)));
-        if let Some((number, why)) = damaged {
-            let what =
-                format!("the manifest of point {number} is damaged: {why} (nothing is removed)");
-            return Err(self.error(what));
-        }
-        let kept = self.kept(keep);
-        let failed = |what: String| Error::at(&self.name, what);
-        let before = self.bytes().map_err(failed)?;
-        self.detach(&kept, cancel)?;
-        let removed: Vec<u32> =
-            self.points.keys().copied().filter(|number| !kept.contains(number)).collect();
-        for number in removed.iter().rev() {
-            self.place.remove(FileName::Point(*number)).map_err(failed)?;
-        }
-        self = Self::in_place(self.place, self.name)?;
-        self.remove_remains().map_err(|what| self.error(what))?;
-        let bytes = (before, self.bytes().map_err(|what| self.error(what))?);
-        Ok(Pruned { removed, kept: kept.into_iter().collect(), bytes })
+/// Removes the points of `chain` that `keep` does not name. When `cancel` is set, it ends after a step; every point that
+/// stays can be restored then, and the next removal goes on.
+///
+/// # Errors
+/// A manifest is damaged, or a file cannot be read, written or removed; [`Error::Interrupted`].
+pub fn prune(mut chain: Chain, keep: Keep, cancel: &AtomicBool) -> Result<Pruned, Error> {
+    let damaged =
+        chain.points.iter().find_map(|(number, point)| Some((*number, point.as_ref().err()?)));
+    if let Some((number, why)) = damaged {
+        let what = format!("the manifest of point {number} is damaged: {why} (nothing is removed)");
+        return Err(chain.error(what));
     }
+    let kept = kept(&chain, keep);
+    let failed = |what: String| Error::at(&chain.name, what);
+    let before = bytes(&chain).map_err(failed)?;
+    detach(&chain, &kept, cancel)?;
+    let removed: Vec<u32> =
+        chain.points.keys().copied().filter(|number| !kept.contains(number)).collect();
+    for number in removed.iter().rev() {
+        chain.place.remove(FileName::Point(*number)).map_err(failed)?;
+    }
+    chain = Chain::in_place(chain.place, chain.name)?;
+    chain.remove_remains().map_err(|what| chain.error(what))?;
+    let bytes = (before, bytes(&chain).map_err(|what| chain.error(what))?);
+    Ok(Pruned { removed, kept: kept.into_iter().collect(), bytes })
+}
 
-    /// The points that `keep` keeps.
-    fn kept(&self, keep: Keep) -> BTreeSet<u32> {
-        let points: Vec<(u32, u64)> = self
-            .points
-            .values()
-            .flatten()
-            .rev()
-            .map(|point| (point.info.number, point.info.seconds / SECONDS_PER_DAY))
-            .collect();
-        let mut kept: BTreeSet<u32> =
-            points.iter().take(keep.last.max(1)).map(|point| point.0).collect();
-        let week = |day: u64| (day + FIRST_WEEKDAY) / DAYS_PER_WEEK;
-        for (count, unit) in [(keep.daily, (|day| day) as fn(u64) -> u64), (keep.weekly, week)] {
-            let mut periods = BTreeSet::new();
-            for &(number, day) in &points {
-                if periods.len() < count && periods.insert(unit(day)) {
-                    kept.insert(number);
-                }
+/// The points that `keep` keeps.
+fn kept(chain: &Chain, keep: Keep) -> BTreeSet<u32> {
+    let points: Vec<(u32, u64)> = chain
+        .points
+        .values()
+        .flatten()
+        .rev()
+        .map(|point| (point.info.number, point.info.seconds / SECONDS_PER_DAY))
+        .collect();
+    let mut kept: BTreeSet<u32> =
+        points.iter().take(keep.last.max(1)).map(|point| point.0).collect();
+    let week = |day: u64| (day + FIRST_WEEKDAY) / DAYS_PER_WEEK;
+    for (count, unit) in [(keep.daily, (|day| day) as fn(u64) -> u64), (keep.weekly, week)] {
+        let mut periods = BTreeSet::new();
+        for &(number, day) in &points {
+            if periods.len() < count && periods.insert(unit(day)) {
+                kept.insert(number);
             }
         }
-        kept
     }
+    kept
+}
 
-    /// Replaces the manifests of points that stay and stand on points that do not.
-    fn detach(&self, kept: &BTreeSet<u32>, cancel: &AtomicBool) -> Result<(), Error> {
-        // The point before that stays, and the blocks of those after it that go.
-        let (mut base, mut going): (Option<u32>, Option<Table>) = (None, None);
-        let mut previous = None;
-        for (&number, point) in &self.points {
-            let Ok(point) = point else { continue };
-            match point.header.parent {
-                None => (base, going) = (None, None),
-                parent if parent != previous => {
-                    return Err(self.error(format!("point {number} stands on one that is missing")));
-                }
-                Some(_) => {}
+/// Replaces the manifests of points that stay and stand on points that do not.
+fn detach(chain: &Chain, kept: &BTreeSet<u32>, cancel: &AtomicBool) -> Result<(), Error> {
+    // The point before that stays, and the blocks of those after it that go.
+    let (mut base, mut going): (Option<u32>, Option<Table>) = (None, None);
+    let mut previous = None;
+    for (&number, point) in &chain.points {
+        let Ok(point) = point else { continue };
+        match point.header.parent {
+            None => (base, going) = (None, None),
+            parent if parent != previous => {
+                return Err(chain.error(format!("point {number} stands on one that is missing")));
             }
-            previous = Some(number);
-            let stays = kept.contains(&number);
-            if stays && going.is_none() {
-                base = Some(number);
-                continue;
-            }
-            if cancel.load(Ordering::Relaxed) {
-                return Err(Error::Interrupted);
-            }
-            let below = going.take().unwrap_or_default();
-            let table = self.manifest(number).and_then(|manifest| below.covered_by(manifest));
-            let table = table.map_err(|what| self.error(what))?;
-            if stays {
-                let header = Header { parent: base, ..point.header.clone() };
-                self.replace(header, table, cancel)?;
-                base = Some(number);
-            } else {
-                going = Some(table);
-            }
+            Some(_) => {}
         }
-        Ok(())
+        previous = Some(number);
+        let stays = kept.contains(&number);
+        if stays && going.is_none() {
+            base = Some(number);
+            continue;
+        }
+        if cancel.load(Ordering::Relaxed) {
+            return Err(Error::Interrupted);
+        }
+        let below = going.take().unwrap_or_default();
+        let table = chain.manifest(number).and_then(|manifest| below.covered_by(manifest));
+        let table = table.map_err(|what| chain.error(what))?;
+        if stays {
+            let header = Header { parent: base, ..point.header.clone() };
+            replace(chain, header, table, cancel)?;
+            base = Some(number);
+        } else {
+            going = Some(table);
+        }
     }
+    Ok(())
+}
 
-    /// Replaces the manifest of a point by one with all blocks of `table`.
-    fn replace(
-        &self,
-        mut header: Header,
-        mut table: Table,
-        cancel: &AtomicBool,
-    ) -> Result<(), Error> {
-        if header.parent.is_none() {
-            table = table.without_zeros();
-        }
-        table.drop_unused_files();
-        let joined = self.join(&mut table, cancel)?;
-        table.drop_unused_files();
-        header.files = table.files;
-        let (name, manifest) =
-            (FileName::Point(header.number), Manifest { header, entries: table.entries });
-        let put = manifest.encode().and_then(|bytes| self.place.put(name, &bytes));
-        // A failed replacement may have taken place; the next run removes what no manifest names.
-        if let Some(file) = joined {
-            file.keep();
-        }
-        put.map_err(|what| self.error(what))
+/// Replaces the manifest of a point by one with all blocks of `table`.
+fn replace(
+    chain: &Chain,
+    mut header: Header,
+    mut table: Table,
+    cancel: &AtomicBool,
+) -> Result<(), Error> {
+    if header.parent.is_none() {
+        table = table.without_zeros();
     }
+    table.drop_unused_files();
+    let joined = join(chain, &mut table, cancel)?;
+    table.drop_unused_files();
+    header.files = table.files;
+    let (name, manifest) =
+        (FileName::Point(header.number), Manifest { header, entries: table.entries });
+    let put = manifest.encode().and_then(|bytes| chain.place.put(name, &bytes));
+    // A failed replacement may have taken place; the next run removes what no manifest names.
+    if let Some(file) = joined {
+        file.keep();
+    }
+    put.map_err(|what| chain.error(what))
+}
 
-    /// Moves the blocks of files that are used by less than a half, or are too many, into a new file.
-    fn join(
-        &self,
-        table: &mut Table,
-        cancel: &AtomicBool,
-    ) -> Result<Option<Box<dyn NewFile>>, Error> {
-        let failed = |what: String| self.error(what);
-        let used = table.used();
-        let mut by_use: Vec<(u64, usize)> = used.iter().copied().zip(0..).collect();
-        by_use.sort_unstable_by(|a, b| b.cmp(a));
-        let large: BTreeSet<usize> =
-            by_use.iter().take(FILES_PER_POINT).map(|(_, index)| *index).collect();
-        let moves: Vec<bool> = (0..)
-            .zip(table.files.iter().zip(&used))
-            .map(|(index, (file, used))| used * 2 < file.bytes || !large.contains(&index))
-            .collect();
-        if !moves.contains(&true) {
-            return Ok(None);
-        }
-        let id = fastrand::u64(..);
-        let mut file = self.place.create(FileName::Data(id)).map_err(failed)?;
-        let (new, files) = (table.files.len() as u32, DataFiles::new(self.place.clone()));
-        let mut bytes = 0;
-        for entry in table.entries.iter_mut().filter(|entry| !entry.is_zero()) {
-            if !moves.get(entry.file as usize).is_some_and(|moves| *moves) {
-                continue;
-            }
-            if cancel.load(Ordering::Relaxed) {
-                return Err(Error::Interrupted);
-            }
-            // Its checksum goes with it: a damaged block is found as one when it is read.
-            let stored = files.stored(&table.files, entry).map_err(failed)?;
-            file.append(&stored).map_err(failed)?;
-            (entry.file, entry.position) = (new, bytes);
-            bytes += u64::from(entry.len);
-        }
-        file.complete().map_err(failed)?;
-        table.files.push(DataFile { id, bytes });
-        Ok(Some(file))
+/// Moves the blocks of files that are used by less than a half, or are too many, into a new file.
+fn join(
+    chain: &Chain,
+    table: &mut Table,
+    cancel: &AtomicBool,
+) -> Result<Option<Box<dyn NewFile>>, Error> {
+    let failed = |what: String| chain.error(what);
+    let used = table.used();
+    let mut by_use: Vec<(u64, usize)> = used.iter().copied().zip(0..).collect();
+    by_use.sort_unstable_by(|a, b| b.cmp(a));
+    let large: BTreeSet<usize> =
+        by_use.iter().take(FILES_PER_POINT).map(|(_, index)| *index).collect();
+    let moves: Vec<bool> = (0..)
+        .zip(table.files.iter().zip(&used))
+        .map(|(index, (file, used))| used * 2 < file.bytes || !large.contains(&index))
+        .collect();
+    if !moves.contains(&true) {
+        return Ok(None);
     }
+    let id = fastrand::u64(..);
+    let mut file = chain.place.create(FileName::Data(id)).map_err(failed)?;
+    let (new, files) = (table.files.len() as u32, DataFiles::new(chain.place.clone()));
+    let mut bytes = 0;
+    for entry in table.entries.iter_mut().filter(|entry| !entry.is_zero()) {
+        if !moves.get(entry.file as usize).is_some_and(|moves| *moves) {
+            continue;
+        }
+        if cancel.load(Ordering::Relaxed) {
+            return Err(Error::Interrupted);
+        }
+        // Its checksum goes with it: a damaged block is found as one when it is read.
+        let stored = files.stored(&table.files, entry).map_err(failed)?;
+        file.append(&stored).map_err(failed)?;
+        (entry.file, entry.position) = (new, bytes);
+        bytes += u64::from(entry.len);
+    }
+    file.complete().map_err(failed)?;
+    table.files.push(DataFile { id, bytes });
+    Ok(Some(file))
+}
 
-    /// Bytes of all files of the chain.
-    fn bytes(&self) -> Result<u64, String> {
-        Ok(self.place.list()?.iter().map(|(_, bytes)| bytes).sum())
-    }
+/// Bytes of all files of the chain.
+fn bytes(chain: &Chain) -> Result<u64, String> {
+    Ok(chain.place.list()?.iter().map(|(_, bytes)| bytes).sum())
 }

@@ -113,8 +113,8 @@ mod tests {
 
     #[test]
     fn as_many_files_as_are_allowed_are_merged_and_no_more() {
-        let mut below = Table::default();
-        below.files = vec![DataFile { id: 1, bytes: 1 }; MAX_FILES - 1];
+        let files = vec![DataFile { id: 1, bytes: 1 }; MAX_FILES - 1];
+        let below = Table { files, ..Table::default() };
         let full = below.covered_by(manifest(1, &[])).unwrap();
         assert!(full.covered_by(manifest(2, &[])).unwrap_err().contains("prune"));
     }

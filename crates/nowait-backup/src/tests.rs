@@ -14,7 +14,7 @@ use nowait_testkit::Random;
 use crate::block::MIN_BLOCK_BYTES;
 use crate::directory::Directory;
 use crate::place::{FileName, NewFile, Place, StoredFile};
-use crate::{Access, Chain, Keep};
+use crate::{Access, Chain, Keep, NewPoint, PointDisk, prune, verify};
 
 const BLOCK: usize = MIN_BLOCK_BYTES as usize;
 /// A disk whose last block is not whole.
@@ -105,7 +105,7 @@ fn mortal(path: &Path, access: Access, steps: i64) -> Chain {
 /// Backs up `disk` as a copy does; the blocks that differ from `last` only, if there is one.
 fn back_up(chain: Chain, disk: &[u8], last: Option<&[u8]>) -> Result<u32, String> {
     let bitmap = last.map(|_| "b".to_owned());
-    let point = chain.new_point(bitmap).map_err(|error| error.to_string())?;
+    let point = NewPoint::new(chain, bitmap).map_err(|error| error.to_string())?;
     point.begin(disk.len() as u64)?;
     let mut padded = disk.to_vec();
     padded.resize(disk.len().next_multiple_of(BLOCK), 0);
@@ -127,7 +127,7 @@ fn back_up(chain: Chain, disk: &[u8], last: Option<&[u8]>) -> Result<u32, String
 }
 
 fn restored(path: &Path, number: u32) -> Result<Vec<u8>, Error> {
-    let disk = Chain::open(path, Access::Read)?.disk(Some(number))?;
+    let disk = PointDisk::open(Chain::open(path, Access::Read)?, Some(number))?;
     let mut bytes = vec![0xee; disk.size() as usize];
     disk.read(0, &mut bytes).map_err(|what| Error::at(&"read", what))?;
     let extents = disk.extents(ByteRange::new(0, disk.size()));
@@ -198,7 +198,7 @@ fn each_point_of_a_random_chain_is_restored_also_after_points_were_removed() {
             assert_points(path, &points);
             let last = 1 + random.below(3) as usize;
             let chain = Chain::open(path, Access::Remove).unwrap();
-            let pruned = chain.prune(Keep { last, ..Keep::default() }, &no_cancel()).unwrap();
+            let pruned = prune(chain, Keep { last, ..Keep::default() }, &no_cancel()).unwrap();
             let gone = points.len().saturating_sub(last);
             points = points.into_iter().skip(gone).collect();
             assert_eq!(pruned.kept, points.keys().copied().collect::<Vec<_>>());
@@ -206,7 +206,7 @@ fn each_point_of_a_random_chain_is_restored_also_after_points_were_removed() {
             assert_points(path, &points);
         }
         let chain = Chain::open(path, Access::Read).unwrap();
-        let health = chain.verify(None, &no_cancel(), &mut |_, _| {}).unwrap();
+        let health = verify(&chain, None, &no_cancel(), &mut |_, _| {}).unwrap();
         assert!(health.len() == points.len() && health.iter().all(|it| it.is_sound()));
         assert!(chain.points().iter().all(|(_, info)| info.is_ok()));
     }
@@ -224,7 +224,7 @@ fn a_removal_that_dies_at_any_step_leaves_every_point_that_is_there_whole() {
         }
         let path = copy.path();
         let keep = Keep { last: 2, ..Keep::default() };
-        let ended = mortal(path, Access::Remove, steps).prune(keep, &no_cancel());
+        let ended = prune(mortal(path, Access::Remove, steps), keep, &no_cancel());
         let is_dead = ended.is_err_and(|error| error.to_string().contains(DEAD));
         let there = Chain::open(path, Access::List).unwrap().points();
         let there: Points =
@@ -232,7 +232,7 @@ fn a_removal_that_dies_at_any_step_leaves_every_point_that_is_there_whole() {
         assert!(there.contains_key(&4) && there.contains_key(&5), "step {steps}");
         assert_points(path, &there);
         // The next run removes the rest.
-        Chain::open(path, Access::Remove).unwrap().prune(keep, &no_cancel()).unwrap();
+        prune(Chain::open(path, Access::Remove).unwrap(), keep, &no_cancel()).unwrap();
         let left = points.iter().skip(3).map(|(number, disk)| (*number, disk.clone()));
         assert_points(path, &left.collect());
         assert_eq!(Chain::open(path, Access::List).unwrap().points().len(), 2);
@@ -291,7 +291,7 @@ fn damage_anywhere_is_found_and_named_and_spoils_only_what_needs_it() {
     assert_eq!(data.len(), 2);
     let health = || {
         let chain = Chain::open(path, Access::Read).unwrap();
-        chain.verify(None, &no_cancel(), &mut |_, _| {}).unwrap()
+        verify(&chain, None, &no_cancel(), &mut |_, _| {}).unwrap()
     };
     assert!(health().iter().all(|it| it.is_sound()));
     let older = data.iter().max_by_key(|it| it.metadata().unwrap().len()).unwrap();
@@ -331,7 +331,7 @@ fn damage_anywhere_is_found_and_named_and_spoils_only_what_needs_it() {
     assert_eq!(sound, [true, false, false]);
     assert!(restored(path, 1).is_ok() && restored(path, 2).is_err() && restored(path, 3).is_err());
     let chain = Chain::open(path, Access::Remove).unwrap();
-    let refused = chain.prune(Keep::default(), &no_cancel()).unwrap_err().to_string();
+    let refused = prune(chain, Keep::default(), &no_cancel()).unwrap_err().to_string();
     assert!(refused.contains("point 2 is damaged"), "{refused}");
     // With a bitmap there is nothing to stand on; without one all of the disk is there again.
     let chain = || Chain::open(path, Access::Add).unwrap();
@@ -380,7 +380,7 @@ fn points_are_kept_by_number_by_day_and_by_week() {
         let chain = Chain::open(path, Access::Remove).unwrap();
         let times = chain.points();
         assert_eq!(times[0].1.as_ref().unwrap().time(), "2024-10-07T00:00:00Z");
-        let pruned = chain.prune(Keep { last, daily, weekly }, &no_cancel()).unwrap();
+        let pruned = prune(chain, Keep { last, daily, weekly }, &no_cancel()).unwrap();
         assert_eq!(pruned.kept, expected, "{last} {daily} {weekly}");
         for number in expected {
             assert_eq!(restored(path, *number).unwrap(), [*number as u8; 10]);
@@ -394,7 +394,7 @@ fn a_removal_that_is_cancelled_says_so_and_removes_nothing() {
     let mut points = Points::new();
     add_points(directory.path(), 3, &mut points, &mut Random::from_seed(6));
     let chain = Chain::open(directory.path(), Access::Remove).unwrap();
-    let ended = chain.prune(Keep { last: 1, ..Keep::default() }, &AtomicBool::new(true));
+    let ended = prune(chain, Keep { last: 1, ..Keep::default() }, &AtomicBool::new(true));
     assert_eq!(ended, Err(Error::Interrupted));
     assert_points(directory.path(), &points);
 }
@@ -434,7 +434,7 @@ fn a_chain_has_one_writer_and_is_not_pruned_while_it_is_read() {
 fn a_block_is_stored_once_by_threads_beside_each_other() {
     let directory = tempfile::tempdir().unwrap();
     let chain = Chain::open(directory.path(), Access::Add).unwrap();
-    let point = chain.new_point(None).unwrap();
+    let point = NewPoint::new(chain, None).unwrap();
     let disk: Vec<u8> = Random::from_seed(5).bytes(64 * BLOCK);
     point.begin(disk.len() as u64).unwrap();
     let blocks = Mutex::new(disk.chunks(BLOCK).enumerate());

@@ -53,66 +53,63 @@ struct Findings {
     previous: Option<u32>,
 }
 
-impl Chain {
-    /// Reads everything that the point `number`, or all points without one, are restored from. `progress` is told of
-    /// the stored bytes that were read, and of all that will be.
-    ///
-    /// # Errors
-    /// There is no such point; [`Error::Interrupted`].
-    pub fn verify(
-        &self,
-        number: Option<u32>,
-        cancel: &AtomicBool,
-        progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<Vec<PointHealth>, Error> {
-        if let Some(number) = number.filter(|number| !self.points.contains_key(number)) {
-            return Err(self.error(format!("there is no point {number}")));
-        }
-        let first = number.and_then(|number| self.lineage(number).ok()?.first().copied());
-        let numbers = self.points.keys().copied();
-        let numbers: Vec<u32> = numbers
-            .filter(|it| first.is_none_or(|first| *it >= first))
-            .filter(|it| number.is_none_or(|number| *it <= number))
-            .collect();
-        let known = numbers.iter().filter_map(|number| self.points.get(number)?.as_ref().ok());
-        let total = known.map(|point| point.info.stored_bytes).sum();
-        let (mut done, mut findings, mut all) = (0, Findings::default(), Vec::new());
-        let files = DataFiles::new(self.place.clone());
-        for &it in &numbers {
-            let known = match self.points.get(&it) {
-                Some(Err(why)) => Err(why.clone()),
-                _ => self.manifest(it),
-            };
-            let health = match known {
-                Ok(manifest) => {
-                    findings.cover(&manifest);
-                    for entry in manifest.entries.iter().filter(|entry| !entry.is_zero()) {
-                        if cancel.load(Ordering::Relaxed) {
-                            return Err(Error::Interrupted);
-                        }
-                        let mut block = vec![0; manifest.header.block_bytes as usize];
-                        if let Err(why) = files.read(&manifest.header.files, entry, &mut block) {
-                            findings.blocks.insert(entry.block, (it, why));
-                        }
-                        done += u64::from(entry.len);
-                        progress(done, total);
-                    }
-                    findings.health(&manifest)
-                }
-                Err(why) => {
-                    let why = format!("the manifest of point {it} is damaged: {why}");
-                    findings.unusable = Some(why.clone());
-                    PointHealth { number: it, unusable: Some(why), damage: Vec::new() }
-                }
-            };
-            findings.previous = Some(it);
-            all.push(health);
-        }
-        all.retain(|health| number.is_none_or(|number| number == health.number));
-        Ok(all)
+/// Reads everything that the point `number` of `chain`, or all points without one, are restored from. `progress` is told of
+/// the stored bytes that were read, and of all that will be.
+///
+/// # Errors
+/// There is no such point; [`Error::Interrupted`].
+pub fn verify(
+    chain: &Chain,
+    number: Option<u32>,
+    cancel: &AtomicBool,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Vec<PointHealth>, Error> {
+    if let Some(number) = number.filter(|number| !chain.points.contains_key(number)) {
+        return Err(chain.error(format!("there is no point {number}")));
     }
+    let first = number.and_then(|number| chain.lineage(number).ok()?.first().copied());
+    let numbers = chain.points.keys().copied();
+    let numbers: Vec<u32> = numbers
+        .filter(|it| first.is_none_or(|first| *it >= first))
+        .filter(|it| number.is_none_or(|number| *it <= number))
+        .collect();
+    let known = numbers.iter().filter_map(|number| chain.points.get(number)?.as_ref().ok());
+    let total = known.map(|point| point.info.stored_bytes).sum();
+    let (mut done, mut findings, mut all) = (0, Findings::default(), Vec::new());
+    let files = DataFiles::new(chain.place.clone());
+    for &it in &numbers {
+        let known = match chain.points.get(&it) {
+            Some(Err(why)) => Err(why.clone()),
+            _ => chain.manifest(it),
+        };
+        let health = match known {
+            Ok(manifest) => {
+                findings.cover(&manifest);
+                for entry in manifest.entries.iter().filter(|entry| !entry.is_zero()) {
+                    if cancel.load(Ordering::Relaxed) {
+                        return Err(Error::Interrupted);
+                    }
+                    let mut block = vec![0; manifest.header.block_bytes as usize];
+                    if let Err(why) = files.read(&manifest.header.files, entry, &mut block) {
+                        findings.blocks.insert(entry.block, (it, why));
+                    }
+                    done += u64::from(entry.len);
+                    progress(done, total);
+                }
+                findings.health(&manifest)
+            }
+            Err(why) => {
+                let why = format!("the manifest of point {it} is damaged: {why}");
+                findings.unusable = Some(why.clone());
+                PointHealth { number: it, unusable: Some(why), damage: Vec::new() }
+            }
+        };
+        findings.previous = Some(it);
+        all.push(health);
+    }
+    all.retain(|health| number.is_none_or(|number| number == health.number));
+    Ok(all)
 }
-
 impl Findings {
     /// Forgets what `manifest` has blocks of its own for.
     fn cover(&mut self, manifest: &Manifest) {

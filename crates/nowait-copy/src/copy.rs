@@ -12,7 +12,7 @@ use nowait_image::{ChainOptions, Compression, Format, ImageError};
 use crate::copy_loop::Endpoints;
 pub use crate::copy_loop::{Phase, Progress};
 use crate::disk::{self, CopySource, CopyTarget};
-use crate::endpoint::Endpoint;
+use crate::endpoint::{Capabilities, Endpoint};
 use crate::error::Error;
 use crate::first_bytes::first_bytes;
 use crate::increment_target::{self, Increment, IncrementTerms};
@@ -187,6 +187,13 @@ fn abandoned(error: Error, target: &mut dyn Endpoint) -> Error {
     }
 }
 
+/// The alignment of pieces, and the longest request, in bytes.
+fn units(from: Capabilities, to: Capabilities) -> (u64, u64) {
+    let alignment = from.alignment.max(to.alignment);
+    let largest = REQUEST_BYTES.min(from.max_bytes).min(to.max_bytes);
+    (alignment, (largest & !(alignment - 1)).max(alignment))
+}
+
 /// Copies `options.from` to `options.to`. `report_progress` is called about ten times a second;
 /// when `cancel` is set, the copy ends within about 0.2 s.
 ///
@@ -208,15 +215,11 @@ pub fn copy(
     // Clean bytes are maybe not served, and the target of an increment is an image already.
     if options.increment.is_none() {
         let first = first_bytes(&mut *source, cancel)?;
-        if let CopyTarget::At(location) = &options.to {
-            format.check_signature(location, &first)?;
-        }
+        format.check_signature(options.to.path(), &first)?;
     }
     let Target { endpoint, kind, is_zero } = target(options, from.size, connecting)?;
     let to = endpoint.capabilities();
-    let alignment = from.alignment.max(to.alignment);
-    let largest = REQUEST_BYTES.min(from.max_bytes).min(to.max_bytes);
-    let request_bytes = (largest & !(alignment - 1)).max(alignment);
+    let (alignment, request_bytes) = units(from, to);
     let zero_block = match options.sparse_bytes {
         0 => 0,
         bytes => bytes.next_multiple_of(alignment as usize),

@@ -81,6 +81,17 @@ pub enum CopyTarget {
     Disk(String, Arc<dyn TargetDisk>),
 }
 
+impl CopyTarget {
+    /// The path, if it is one.
+    #[must_use]
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Self::At(location) => location.path(),
+            Self::Disk(..) => None,
+        }
+    }
+}
+
 impl CopySource {
     /// The path, if it is one.
     #[must_use]

@@ -164,10 +164,10 @@ pub(crate) struct TargetFormat {
 }
 
 impl TargetFormat {
-    /// Refuses a raw file at `location` that a later open would mistake for another format, unless
+    /// Refuses a raw file at `path` that a later open would mistake for another format, unless
     /// the user gave the format. `first` are the first bytes of the disk.
-    pub(crate) fn check_signature(self, location: &Location, first: &[u8]) -> Result<(), Error> {
-        let Some(path) = location.path() else { return Ok(()) };
+    pub(crate) fn check_signature(self, path: Option<&Path>, first: &[u8]) -> Result<(), Error> {
+        let Some(path) = path else { return Ok(()) };
         let device = fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device());
         match Signature::of(first) {
             Some(known) if self.format.is_raw() && !self.given && !device => {
@@ -176,7 +176,7 @@ impl TargetFormat {
                      -O raw)",
                     known.words()
                 );
-                Err(Error::at(location, what))
+                Err(Error::at(&path.display(), what))
             }
             _ => Ok(()),
         }

@@ -89,3 +89,8 @@ fn no_bytes_break_the_control_interface() {
 fn no_answer_of_a_store_and_no_file_of_its_cache_is_believed_wrongly() {
     check_target("remote", 3_000);
 }
+
+#[test]
+fn no_manifest_and_no_block_of_a_backup_is_believed_wrongly() {
+    check_target("backup", 4_000);
+}

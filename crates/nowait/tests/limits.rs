@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use nowait_testkit::written_docs::assert_file;
 
 /// Sections of the document with the folders of their limits; a file is in the first that fits.
-const SECTIONS: [(&str, &[&str]); 9] = [
+const SECTIONS: [(&str, &[&str]); 10] = [
     ("Clients of NBD", &["nowait-server/src/nbd/", "nowait-nbd/src/constants.rs"]),
     ("Virtual machines", &["nowait-server/src/vhost_user/"]),
     ("Local block devices (ublk)", &["nowait-server/src/ublk/"]),
@@ -18,16 +18,18 @@ const SECTIONS: [(&str, &[&str]); 9] = [
     ("Configuration, start, stop and upgrade", &["nowait-daemon/"]),
     ("Other servers and stores", &["nowait-nbd/", "nowait-remote/"]),
     ("Images", &["nowait-image/"]),
+    ("Backups", &["nowait-backup/"]),
     ("The engine and its files", &["nowait/"]),
 ];
 /// Crates whose limits all bound strangers.
-const STRANGERS: [&str; 6] = [
+const STRANGERS: [&str; 7] = [
     "nowait-server",
     "nowait-nbd",
     "nowait-control",
     "nowait-remote",
     "nowait-daemon",
     "nowait-image",
+    "nowait-backup",
 ];
 /// Constants of these crates that are named as limits and have no line in the document; fewer is better.
 const UNLISTED: usize = 0;

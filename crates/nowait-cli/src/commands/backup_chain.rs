@@ -5,7 +5,7 @@
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use nowait_backup::{Access, Chain, ListedPoint, PointHealth, PointInfo};
+use nowait_backup::{Access, Chain, ListedPoint, NewPoint, PointDisk, PointHealth, PointInfo};
 use nowait_copy::{CopySource, CopyTarget, Error, Location, Options, REQUEST_BYTES};
 use nowait_image::Format;
 use nowait_remote::RemoteOptions;
@@ -41,7 +41,7 @@ pub(crate) fn run(args: &BackupArgs) -> Result<u8, CliError> {
             let cancel = cancel_on_signal()?;
             let chain = Chain::open(directory, Access::Remove).map_err(|error| failed(&error))?;
             let words = "interrupted: every point that stays can be restored; the next one goes on";
-            let pruned = chain.prune(keep.keep(), &cancel);
+            let pruned = nowait_backup::prune(chain, keep.keep(), &cancel);
             let pruned = pruned.map_err(|error| cancelled(&error, words))?;
             let (before, after) = pruned.bytes;
             let text = match json {
@@ -132,7 +132,7 @@ fn copy(
 fn add(args: &NewPointArgs, disk: &Location, directory: &Path) -> Result<(), CliError> {
     let cancel = cancel_on_signal()?;
     let chain = Chain::open(directory, Access::Add).map_err(|error| failed(&error))?;
-    let point = chain.new_point(args.bitmap.clone()).map_err(|error| failed(&error))?;
+    let point = NewPoint::new(chain, args.bitmap.clone()).map_err(|error| failed(&error))?;
     let to = CopyTarget::Disk(point.name(), point.clone());
     let options = Options {
         from_format: args.format,
@@ -179,7 +179,7 @@ pub(crate) fn restore(args: &RestoreArgs) -> Result<(), CliError> {
     let cancel = cancel_on_signal()?;
     let (directory, number) = args.point();
     let chain = Chain::open(&directory, Access::Read).map_err(|error| failed(&error))?;
-    let disk = chain.disk(number).map_err(|error| failed(&error))?;
+    let disk = PointDisk::open(chain, number).map_err(|error| failed(&error))?;
     let name = disk.name();
     let (to_format, to_format_given) = args.format();
     let options = Options {
@@ -270,7 +270,9 @@ fn verify(
     let cancel = cancel_on_signal()?;
     let chain = Chain::open(directory, Access::Read).map_err(|error| failed(&error))?;
     let bar = Bar::new(no_progress);
-    let health = chain.verify(point, &cancel, &mut |done, total| bar.set("verifying", done, total));
+    let health = nowait_backup::verify(&chain, point, &cancel, &mut |done, total| {
+        bar.set("verifying", done, total);
+    });
     bar.clear();
     let health = health.map_err(|error| cancelled(&error, "interrupted"))?;
     let sound = health.iter().all(PointHealth::is_sound);

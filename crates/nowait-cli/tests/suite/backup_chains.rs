@@ -9,32 +9,19 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nowait_nbd::Command as NbdCommand;
-use nowait_testkit::nbd::Client;
-use nowait_testkit::{Finished, Random, ends_with_test, require_tool, seed, tool, wait_until};
+use nowait_testkit::{Random, ends_with_test, require_tool, seed, tool, wait_until};
 use serde_json::Value;
 
-use crate::common::{KIB, MIB, NOWAIT, Scratch, Server, accepted, refusal, refusal_under, text};
+use crate::common::{
+    Finished, KIB, MIB, NOWAIT, Scratch, Server, accepted, refusal, refusal_under, text,
+};
 use crate::control::Controlled;
+use crate::copy_increments::change;
 use crate::copy_other_servers::Peer;
 use crate::storage_faults::private_mounts;
 
 /// Large enough to be killed midway.
 const BYTES: u64 = 48 * MIB;
-
-/// Changes a disk of 8 MiB at random places.
-fn change(client: &mut Client, random: &mut Random) {
-    for _ in 0..8 {
-        let offset = random.below(7 * MIB) & !511;
-        let len = (512 + random.below(200 * KIB)) & !511;
-        match random.below(4) {
-            0 => client.call(&NbdCommand::Trim { offset, len: len as u32 }),
-            1 => client.call(&NbdCommand::Zero { offset, len: len as u32, keep: true }),
-            _ => client.write(offset, &random.bytes(len as usize)),
-        }
-        .expect("a change");
-    }
-}
 
 fn json(arguments: &[&str]) -> Value {
     serde_json::from_str(&accepted(&[arguments, &["--json"]].concat())).expect("JSON")
@@ -294,7 +281,7 @@ fn what_cannot_be_backed_up_or_restored_is_refused_in_one_line() {
     for (arguments, words) in [
         (&["backup", text(&disk), foreign][..], &["foreign", "other files"][..]),
         (&["backup", text(&disk), text(&disk)], &["disk", "Not a directory"]),
-        (&["backup", target, chain], &["target", "No such file"]),
+        (&["backup", target, chain], &["target", "no such file"]),
         (&["backup", "list", foreign], &["foreign", "no backups"]),
         (&["backup", "verify", chain, "2"], &["there is no point 2"]),
         (&["restore", &none, target], &["there is no point 2"]),

@@ -16,7 +16,7 @@ use crate::copy::copy;
 use crate::copy_other_servers::Peer;
 
 /// Changes a disk of 8 MiB at random places.
-fn change(client: &mut Client, random: &mut Random) {
+pub(crate) fn change(client: &mut Client, random: &mut Random) {
     for _ in 0..10 {
         let offset = random.below(7 * MIB) & !511;
         let len = (512 + random.below(200 * KIB)) & !511;

@@ -17,11 +17,12 @@ mod virtqueue;
 mod control;
 mod remote;
 mod launcher;
+mod backup;
 
 use crate::target::Target;
 
 /// All targets.
-pub const ALL: [&Target; 15] = [
+pub const ALL: [&Target; 16] = [
     &handshake::TARGET,
     &transmission::TARGET,
     &image::TARGET,
@@ -37,6 +38,7 @@ pub const ALL: [&Target; 15] = [
     &control::TARGET,
     &remote::TARGET,
     &launcher::TARGET,
+    &backup::TARGET,
 ];
 
 /// The target with this name.
