@@ -113,7 +113,13 @@ impl Chain {
                     false => Err("it is of another chain".into()),
                 }
             });
-            points.insert(number, point);
+            // A point that was removed meanwhile is not damaged.
+            let is_there = |files: Vec<(FileName, u64)>| {
+                files.iter().any(|(name, _)| *name == FileName::Point(number))
+            };
+            if point.is_ok() || place.list().is_ok_and(is_there) {
+                points.insert(number, point);
+            }
         }
         let id = id.unwrap_or_else(|| fastrand::u64(..));
         Ok(Self { place, name, points, id, files })
@@ -157,13 +163,8 @@ impl Chain {
     /// # Errors
     /// One of them cannot be used.
     pub(crate) fn lineage(&self, number: u32) -> Result<Vec<u32>, String> {
-        let last = self.point(number)?;
-        let (mut point, mut numbers) = (last, vec![number]);
+        let (mut point, mut numbers) = (self.point(number)?, vec![number]);
         loop {
-            let disk = |header: &Header| (header.size, header.block_bytes);
-            if disk(&point.header) != disk(&last.header) {
-                return Err(format!("point {} is of another disk", point.header.number));
-            }
             for file in &point.header.files {
                 if self.files.get(&file.id).is_none_or(|bytes| *bytes < file.bytes) {
                     let name = FileName::Data(file.id);
@@ -172,7 +173,11 @@ impl Chain {
             }
             // A parent has a lower number, so this ends.
             let Some(parent) = point.header.parent else { break };
+            let above = &point.header;
             point = self.point(parent)?;
+            if !above.stands_on(Some(&point.header)) {
+                return Err(format!("point {parent} is of another disk"));
+            }
             numbers.push(parent);
         }
         numbers.reverse();

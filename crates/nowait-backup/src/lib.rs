@@ -22,7 +22,7 @@ mod prune;
 pub mod fuzz;
 
 pub use chain::{Chain, ListedPoint, PointInfo};
-pub use new_point::NewPoint;
+pub use new_point::{Contents, NewPoint};
 pub use place::Access;
 pub use point_disk::PointDisk;
 pub use prune::{Keep, Pruned, prune};

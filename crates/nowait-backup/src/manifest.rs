@@ -97,6 +97,12 @@ impl Header {
         self.size.div_ceil(self.block_bytes)
     }
 
+    /// Whether the point `below` can be its parent: of the same number and of the same disk.
+    pub(crate) fn stands_on(&self, below: Option<&Self>) -> bool {
+        let disk = |header: &Self| (Some(header.number), header.size, header.block_bytes);
+        below.map(disk) == Some((self.parent, self.size, self.block_bytes))
+    }
+
     fn check(&self) -> Result<(), &'static str> {
         let is_size = self.block_bytes.is_power_of_two()
             && (MIN_BLOCK_BYTES..=MAX_BLOCK_BYTES).contains(&self.block_bytes);

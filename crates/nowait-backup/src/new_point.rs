@@ -17,6 +17,17 @@ use crate::manifest::{DataFile, Entry, Header, Manifest};
 use crate::place::{FileName, NewFile};
 use crate::table::Table;
 
+/// What a new point has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Contents {
+    /// All blocks, whatever the points before have.
+    Whole,
+    /// The blocks that differ from the last point, by their checksums; all without one that can be used.
+    Differences,
+    /// The blocks that this dirty bitmap of the source tells, as far as they differ; all without a point.
+    Bitmap(String),
+}
+
 /// A point that is being made.
 pub struct NewPoint {
     /// Holds the lock.
@@ -53,18 +64,22 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl NewPoint {
-    /// Begins a point of `chain`, by the dirty `bitmap` of the source if one is given and there is a point already.
-    /// Remains of a backup that was killed are removed.
+    /// Begins a point of `chain`. Remains of a backup that was killed are removed.
     ///
     /// # Errors
     /// The last point cannot be used with a bitmap; remains cannot be removed.
-    pub fn new(chain: Chain, bitmap: Option<String>) -> Result<Arc<Self>, Error> {
+    pub fn new(chain: Chain, contents: Contents) -> Result<Arc<Self>, Error> {
         chain.remove_remains().map_err(|what| chain.error(what))?;
         let last = chain.last();
         let number = last.unwrap_or(0).checked_add(1);
         let number =
             number.ok_or_else(|| chain.error("it has had all points that are possible"))?;
-        let base = match last.map(|last| (last, chain.table(last))) {
+        let is_whole = contents == Contents::Whole;
+        let bitmap = match contents {
+            Contents::Bitmap(name) => Some(name),
+            Contents::Whole | Contents::Differences => None,
+        };
+        let base = match last.filter(|_| !is_whole).map(|last| (last, chain.table(last))) {
             Some((last, Ok(table))) => {
                 let point = chain.points.get(&last).and_then(|point| point.as_ref().ok());
                 point.map(|point| (point.header.clone(), table))

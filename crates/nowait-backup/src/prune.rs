@@ -102,12 +102,12 @@ fn detach(chain: &Chain, kept: &BTreeSet<u32>, cancel: &AtomicBool) -> Result<()
         let Ok(point) = point else { continue };
         match point.header.parent {
             None => (base, going) = (None, None),
-            parent if parent != previous => {
+            Some(_) if !point.header.stands_on(previous) => {
                 return Err(chain.error(format!("point {number} stands on one that is missing")));
             }
             Some(_) => {}
         }
-        previous = Some(number);
+        previous = Some(&point.header);
         let stays = kept.contains(&number);
         if stays && going.is_none() {
             base = Some(number);
@@ -146,7 +146,10 @@ fn replace(
     header.files = table.files;
     let (name, manifest) =
         (FileName::Point(header.number), Manifest { header, entries: table.entries });
-    let put = manifest.encode().and_then(|bytes| chain.place.put(name, &bytes));
+    // A manifest that could not be read would take a point away.
+    let put = manifest
+        .encode()
+        .and_then(|bytes| Manifest::decode(&bytes).and_then(|_| chain.place.put(name, &bytes)));
     // A failed replacement may have taken place; the next run removes what no manifest names.
     if let Some(file) = joined {
         file.keep();

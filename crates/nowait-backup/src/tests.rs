@@ -14,7 +14,7 @@ use nowait_testkit::Random;
 use crate::block::MIN_BLOCK_BYTES;
 use crate::directory::Directory;
 use crate::place::{FileName, NewFile, Place, StoredFile};
-use crate::{Access, Chain, Keep, NewPoint, PointDisk, prune, verify};
+use crate::{Access, Chain, Contents, Keep, NewPoint, PointDisk, prune, verify};
 
 const BLOCK: usize = MIN_BLOCK_BYTES as usize;
 /// A disk whose last block is not whole.
@@ -104,8 +104,20 @@ fn mortal(path: &Path, access: Access, steps: i64) -> Chain {
 
 /// Backs up `disk` as a copy does; the blocks that differ from `last` only, if there is one.
 fn back_up(chain: Chain, disk: &[u8], last: Option<&[u8]>) -> Result<u32, String> {
-    let bitmap = last.map(|_| "b".to_owned());
-    let point = NewPoint::new(chain, bitmap).map_err(|error| error.to_string())?;
+    let contents = match last {
+        Some(_) => Contents::Bitmap("b".into()),
+        None => Contents::Differences,
+    };
+    back_up_as(chain, contents, disk, last)
+}
+
+fn back_up_as(
+    chain: Chain,
+    contents: Contents,
+    disk: &[u8],
+    last: Option<&[u8]>,
+) -> Result<u32, String> {
+    let point = NewPoint::new(chain, contents).map_err(|error| error.to_string())?;
     point.begin(disk.len() as u64)?;
     let mut padded = disk.to_vec();
     padded.resize(disk.len().next_multiple_of(BLOCK), 0);
@@ -341,6 +353,27 @@ fn damage_anywhere_is_found_and_named_and_spoils_only_what_needs_it() {
 }
 
 #[test]
+fn a_point_on_one_of_another_disk_is_unusable_and_is_not_pruned() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    for byte in [1, 2] {
+        back_up(Chain::open(path, Access::Add).unwrap(), &vec![byte; 2 * BLOCK], None).unwrap();
+    }
+    let chain = Chain::open(path, Access::Add).unwrap();
+    let mut manifest = chain.manifest(2).unwrap();
+    manifest.header.size -= 1;
+    chain.place.put(FileName::Point(2), &manifest.encode().unwrap()).unwrap();
+    drop(chain);
+    let chain = Chain::open(path, Access::List).unwrap();
+    let health = verify(&chain, None, &no_cancel(), &mut |_, _| {}).unwrap();
+    assert!(health[0].is_sound() && health[1].unusable.as_ref().unwrap().contains("another disk"));
+    assert!(restored(path, 2).unwrap_err().to_string().contains("another disk"));
+    let keep = Keep { last: 1, ..Keep::default() };
+    assert!(prune(Chain::open(path, Access::Remove).unwrap(), keep, &no_cancel()).is_err());
+    assert_eq!(restored(path, 1).unwrap(), vec![1; 2 * BLOCK]);
+}
+
+#[test]
 fn a_disk_of_another_size_begins_again_or_is_refused_with_a_bitmap() {
     let directory = tempfile::tempdir().unwrap();
     let chain = || Chain::open(directory.path(), Access::Add).unwrap();
@@ -400,6 +433,25 @@ fn a_removal_that_is_cancelled_says_so_and_removes_nothing() {
 }
 
 #[test]
+fn a_whole_point_stores_all_blocks_again_and_needs_no_other() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    let disk = Random::from_seed(7).bytes(3 * BLOCK);
+    let chain = || Chain::open(path, Access::Add).unwrap();
+    for contents in [Contents::Differences, Contents::Differences, Contents::Whole] {
+        back_up_as(chain(), contents, &disk, None).unwrap();
+    }
+    let points: Vec<_> = chain().points().into_iter().map(|(_, info)| info.unwrap()).collect();
+    assert_eq!(points.iter().map(|point| point.parent).collect::<Vec<_>>(), [None, Some(1), None]);
+    let data: Vec<_> = points.iter().map(|point| point.data_bytes).collect();
+    assert_eq!(data, [3 * MIN_BLOCK_BYTES, 0, 3 * MIN_BLOCK_BYTES]);
+    let damaged = names(path).into_iter().find(|it| it.ends_with("point-000001")).unwrap();
+    std::fs::write(damaged, "").unwrap();
+    assert!(restored(path, 2).is_err());
+    assert!(restored(path, 3).unwrap() == disk);
+}
+
+#[test]
 fn a_chain_has_one_writer_and_is_not_pruned_while_it_is_read() {
     let scratch = tempfile::tempdir().unwrap();
     let path = scratch.path().join("chain");
@@ -434,7 +486,7 @@ fn a_chain_has_one_writer_and_is_not_pruned_while_it_is_read() {
 fn a_block_is_stored_once_by_threads_beside_each_other() {
     let directory = tempfile::tempdir().unwrap();
     let chain = Chain::open(directory.path(), Access::Add).unwrap();
-    let point = NewPoint::new(chain, None).unwrap();
+    let point = NewPoint::new(chain, Contents::Whole).unwrap();
     let disk: Vec<u8> = Random::from_seed(5).bytes(64 * BLOCK);
     point.begin(disk.len() as u64).unwrap();
     let blocks = Mutex::new(disk.chunks(BLOCK).enumerate());

@@ -10,7 +10,7 @@ use nowait_copy::Error;
 
 use crate::chain::Chain;
 use crate::data_files::DataFiles;
-use crate::manifest::Manifest;
+use crate::manifest::{Header, Manifest};
 
 /// A damaged part of the disk of a point.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,7 +50,8 @@ type DamagedBlock = (u32, String);
 struct Findings {
     blocks: BTreeMap<u32, DamagedBlock>,
     unusable: Option<String>,
-    previous: Option<u32>,
+    /// The last point, unless its manifest is damaged.
+    previous: Option<Header>,
 }
 
 /// Reads everything that the point `number` of `chain`, or all points without one, are restored from. `progress` is told of
@@ -96,15 +97,17 @@ pub fn verify(
                     done += u64::from(entry.len);
                     progress(done, total);
                 }
-                findings.health(&manifest)
+                let health = findings.health(&manifest);
+                findings.previous = Some(manifest.header);
+                health
             }
             Err(why) => {
                 let why = format!("the manifest of point {it} is damaged: {why}");
                 findings.unusable = Some(why.clone());
+                findings.previous = None;
                 PointHealth { number: it, unusable: Some(why), damage: Vec::new() }
             }
         };
-        findings.previous = Some(it);
         all.push(health);
     }
     all.retain(|health| number.is_none_or(|number| number == health.number));
@@ -115,11 +118,12 @@ impl Findings {
     fn cover(&mut self, manifest: &Manifest) {
         match manifest.header.parent {
             None => *self = Self::default(),
-            parent if parent != self.previous => {
-                let parent = parent.unwrap_or_default();
-                self.unusable = Some(format!("point {parent}, which it stands on, is missing"));
+            Some(_) if manifest.header.stands_on(self.previous.as_ref()) => {}
+            Some(parent) => {
+                let why =
+                    format!("point {parent}, which it stands on, is missing or of another disk");
+                self.unusable.get_or_insert(why);
             }
-            Some(_) => {}
         }
         for entry in &manifest.entries {
             self.blocks.remove(&entry.block);

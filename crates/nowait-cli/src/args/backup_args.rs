@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, Subcommand};
-use nowait_backup::Keep;
+use nowait_backup::{Contents, Keep};
 use nowait_copy::Location;
 use nowait_image::Format;
 
@@ -59,7 +59,11 @@ pub(crate) struct NewPointArgs {
     /// The first point is whole also with a bitmap, which has to be there before. Clear the bitmap, or commit the backup
     /// of a server, after exit status 0 only.
     #[arg(long, value_name = "NAME", value_parser = parse_name)]
-    pub(crate) bitmap: Option<String>,
+    bitmap: Option<String>,
+
+    /// Make a whole point, as after 'nowait backup verify' has found damage in the points before
+    #[arg(long, conflicts_with = "bitmap")]
+    whole: bool,
 
     /// Format of DISK: raw, qcow2, vmdk or vhdx; without it as 'nowait copy' finds it
     #[arg(short, long, value_name = "FORMAT", value_parser = parse_image_format)]
@@ -84,7 +88,18 @@ pub(crate) struct NewPointArgs {
     pub(crate) json: bool,
 }
 
-/// What is done with a chain.
+impl NewPointArgs {
+    /// The contents of the point.
+    pub(crate) fn contents(&self) -> Contents {
+        match &self.bitmap {
+            Some(name) => Contents::Bitmap(name.clone()),
+            None if self.whole => Contents::Whole,
+            None => Contents::Differences,
+        }
+    }
+}
+
+/// An action on a chain.
 #[derive(Debug, Subcommand)]
 pub(crate) enum ChainAction {
     /// List the points of a chain

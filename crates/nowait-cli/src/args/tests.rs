@@ -230,6 +230,7 @@ fn a_backup_has_a_disk_and_a_directory_or_an_action_on_a_chain() {
         "nowait backup list",
         "nowait backup prune d",
         "nowait backup prune d --keep 0",
+        "nowait backup nbd://h/e d --bitmap b --whole",
         "nowait backup verify d x",
         "nowait restore d",
     ] {

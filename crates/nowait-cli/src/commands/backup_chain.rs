@@ -132,7 +132,7 @@ fn copy(
 fn add(args: &NewPointArgs, disk: &Location, directory: &Path) -> Result<(), CliError> {
     let cancel = cancel_on_signal()?;
     let chain = Chain::open(directory, Access::Add).map_err(|error| failed(&error))?;
-    let point = NewPoint::new(chain, args.bitmap.clone()).map_err(|error| failed(&error))?;
+    let point = NewPoint::new(chain, args.contents()).map_err(|error| failed(&error))?;
     let to = CopyTarget::Disk(point.name(), point.clone());
     let options = Options {
         from_format: args.format,
