@@ -9,7 +9,7 @@ use std::os::fd::BorrowedFd;
 use std::path::Path;
 
 use nowait_nbd as nbd;
-use nowait_nbd::client::{Credentials, Export};
+use nowait_nbd::client::{Credentials, Export, SplitRequest};
 use nowait_nbd::{NbdUri, RequestHeader};
 use rustix::event::PollFlags;
 use slab::Slab;
@@ -17,7 +17,7 @@ use slab::Slab;
 use crate::endpoint::{Capabilities, Completed, CopyOperation, CopyRequest, Endpoint};
 use crate::error::{Error, without_number};
 use crate::nbd::connection::{Connection, Outgoing};
-use crate::nbd::pending_requests::{Pending, cookie};
+use crate::nbd::pending_requests::Pending;
 use crate::zero_detection::DataRun;
 use nowait_remote::Location;
 
@@ -184,12 +184,8 @@ impl Endpoint for NbdEndpoint {
             range,
             memory,
             extents: Vec::new(),
-            command,
-            left: runs.len() as u32,
+            request: SplitRequest::new(command, range.pos, range.len, (runs.len(), part_bytes)),
             connection: index,
-            covered: 0,
-            part_bytes,
-            answered: 0,
             may_be_unreadable: self.reports_unreadable
                 && matches!(command, nbd::CMD_READ | nbd::CMD_BLOCK_STATUS),
             unreadable: false,
@@ -200,7 +196,7 @@ impl Endpoint for NbdEndpoint {
                 (command == nbd::CMD_WRITE && !zero).then_some((pending, run.start, run.len));
             let command = if zero { nbd::CMD_WRITE_ZEROES } else { command };
             let offset = range.pos + run.start as u64;
-            let cookie = cookie(pending, number as u32);
+            let cookie = SplitRequest::cookie(pending, number);
             let length = run.len as u64;
             let header = RequestHeader { flags: 0, command, cookie, offset, length }.compact();
             connection.push(Outgoing { header, data });

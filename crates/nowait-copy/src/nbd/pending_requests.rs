@@ -6,13 +6,8 @@
 use nowait::{ByteRange, ExtentStatus, IoBuffer};
 use nowait_nbd as nbd;
 use nowait_nbd::Extents;
-use nowait_nbd::client::{Outcome, Replies};
+use nowait_nbd::client::{BROKEN, Outcome, Replies, SplitRequest, UNASKED, error_words};
 use slab::Slab;
-
-use nowait_nbd::client::error_words;
-
-const UNASKED: &str = "the server answered a request that was never made";
-const BROKEN: &str = "the server's replies make no sense";
 
 /// A request that was accepted and has not completed.
 pub(crate) struct Pending {
@@ -20,18 +15,10 @@ pub(crate) struct Pending {
     pub(crate) range: ByteRange,
     pub(crate) memory: Option<IoBuffer>,
     pub(crate) extents: Vec<ExtentStatus>,
-    /// The command, `CMD_*`.
-    pub(crate) command: u16,
-    /// Requests on the wire that are not answered.
-    pub(crate) left: u32,
+    /// What of it is on the wire.
+    pub(crate) request: SplitRequest,
     /// The index of its connection.
     pub(crate) connection: usize,
-    /// Bytes of a read that have arrived.
-    pub(crate) covered: u64,
-    /// A read is requested in parts of this many bytes, at most 64 parts, from its start on.
-    pub(crate) part_bytes: u64,
-    /// The parts of a read that were answered, a bit each.
-    pub(crate) answered: u64,
     /// Whether EIO completes the request as unreadable instead of failing the connection.
     pub(crate) may_be_unreadable: bool,
     /// Whether the server answered EIO to the request or a part of it.
@@ -48,32 +35,12 @@ impl Pending {
             range,
             memory: reads.then(|| IoBuffer::zeroed(range.len as usize).ok()).flatten(),
             extents: Vec::new(),
-            command,
-            left: 1,
+            request: SplitRequest::new(command, range.pos, range.len, (1, range.len)),
             connection: 0,
-            covered: 0,
-            part_bytes: range.len,
-            answered: 0,
             may_be_unreadable: false,
             unreadable: false,
         }
     }
-
-    /// The range of the part with this `cookie`.
-    fn part(&self, cookie: u64) -> Outcome<ByteRange> {
-        let start = (cookie >> 32).saturating_mul(self.part_bytes);
-        let left = self.range.len.checked_sub(start).filter(|&left| left > 0).ok_or(UNASKED)?;
-        Ok(ByteRange::new(self.range.pos + start, left.min(self.part_bytes)))
-    }
-}
-
-/// The cookie of a part on the wire: the index of its pending request and its number in it.
-pub(crate) fn cookie(pending: usize, number: u32) -> u64 {
-    u64::from(number) << 32 | pending as u64
-}
-
-fn pending_of(cookie: u64) -> usize {
-    cookie as u32 as usize
 }
 
 /// The meaning of the flags of an extent.
@@ -111,114 +78,61 @@ pub(crate) struct PendingReplies<'a> {
 impl PendingReplies<'_> {
     /// The pending request of `cookie`.
     fn request(&mut self, cookie: u64) -> Outcome<&mut Pending> {
-        let own = self
-            .pending
-            .get_mut(pending_of(cookie))
-            .filter(|request| request.connection == self.connection && request.left > 0);
+        let own = self.pending.get_mut(SplitRequest::index_of(cookie));
+        let own = own.filter(|request| request.connection == self.connection);
         own.ok_or_else(|| UNASKED.into())
-    }
-
-    /// The pending read of `cookie`, `length` bytes of which at `offset` are answered.
-    fn read(&mut self, cookie: u64, offset: u64, length: u64) -> Outcome<&mut Pending> {
-        let request = self.request(cookie)?;
-        if request.command != nbd::CMD_READ {
-            return Err(BROKEN.into());
-        }
-        let part = request.part(cookie)?;
-        let end = offset.checked_add(length);
-        let fits = length > 0 && offset >= part.pos && end.is_some_and(|end| end <= part.end());
-        if !fits {
-            return Err(BROKEN.into());
-        }
-        request.covered += length;
-        Ok(request)
     }
 }
 
 impl Replies for PendingReplies<'_> {
     fn simple(&mut self, cookie: u64, error: u32) -> Outcome<Option<(u64, u64)>> {
-        let request = self.request(cookie)?;
-        match request.command {
-            _ if error != 0 => failed(request, error, "").map(|()| None),
-            nbd::CMD_READ => {
-                let part = request.part(cookie)?;
-                request.covered += part.len;
-                Ok(Some((part.pos, part.len)))
-            }
-            nbd::CMD_BLOCK_STATUS => Err(BROKEN.into()),
-            _ => Ok(None),
+        if error != 0 {
+            return self.error(cookie, error, "").map(|()| None);
         }
+        self.request(cookie)?.request.simple(cookie)
     }
 
     fn data(&mut self, cookie: u64, offset: u64, length: u64) -> Outcome<()> {
-        self.read(cookie, offset, length).map(drop)
+        self.request(cookie)?.request.content(cookie, offset, length)
     }
 
     fn hole(&mut self, cookie: u64, offset: u64, length: u64) -> Outcome<()> {
-        self.read(cookie, offset, length)?;
+        self.data(cookie, offset, length)?;
         let memory = self.memory(cookie, offset).and_then(|rest| rest.get_mut(..length as usize));
         memory.ok_or(BROKEN)?.fill(0);
         Ok(())
     }
 
-    /// Takes the extents within the range; the last one is cut at its end.
     fn status(&mut self, cookie: u64, context: u32, extents: Extents<'_>) -> Outcome<()> {
         let (own, kind) = (self.context == Some(context), self.kind);
-        let request = self.request(cookie)?;
-        if request.command != nbd::CMD_BLOCK_STATUS {
-            return Err(BROKEN.into());
-        }
+        let pending = self.request(cookie)?;
         if !own {
-            return Ok(());
+            return pending.request.of_status(cookie);
         }
-        request.extents.clear();
-        let mut left = request.range.len;
-        for (len, flags) in extents {
-            if len == 0 {
-                return Err(BROKEN.into());
-            }
-            let len = len.min(left);
-            if len > 0 {
-                request.extents.push(ExtentStatus::top(len, kind.is_hole(flags)));
-            }
-            left -= len;
-        }
+        let taken = pending.request.status(cookie, extents)?.into_iter();
+        let extent = |(len, flags)| ExtentStatus::top(len, kind.is_hole(flags));
+        pending.extents = taken.map(extent).collect();
         Ok(())
     }
 
     fn error(&mut self, cookie: u64, error: u32, words: &str) -> Outcome<()> {
-        failed(self.request(cookie)?, error, words)
+        let pending = self.request(cookie)?;
+        pending.request.message(cookie)?;
+        failed(pending, error, words)
     }
 
     fn done(&mut self, cookie: u64) -> Outcome<()> {
-        let request = self.request(cookie)?;
-        let last = request.left == 1;
-        let complete = match request.command {
-            nbd::CMD_READ => {
-                let bit = 1u64.checked_shl((cookie >> 32) as u32).unwrap_or_default();
-                if request.answered & bit != 0 || bit == 0 {
-                    return Err(UNASKED.into());
-                }
-                request.answered |= bit;
-                !last || request.unreadable || request.covered == request.range.len
-            }
-            nbd::CMD_BLOCK_STATUS => request.unreadable || !request.extents.is_empty(),
-            _ => true,
-        };
-        if !complete {
-            return Err("the server answered a request only in part".into());
-        }
-        request.left -= 1;
-        if request.left == 0 {
-            self.completed.push(pending_of(cookie));
+        let pending = self.request(cookie)?;
+        if pending.request.done(cookie, pending.unreadable)? {
+            self.completed.push(SplitRequest::index_of(cookie));
         }
         Ok(())
     }
 
     fn memory(&mut self, cookie: u64, offset: u64) -> Option<&mut [u8]> {
-        let request = self.pending.get_mut(pending_of(cookie))?;
-        let at = usize::try_from(offset.checked_sub(request.range.pos)?).ok()?;
-        request.memory.as_mut()?.get_mut(at..)
+        let pending = self.pending.get_mut(SplitRequest::index_of(cookie))?;
+        let at = usize::try_from(offset.checked_sub(pending.range.pos)?).ok()?;
+        pending.memory.as_mut()?.get_mut(at..)
     }
 }
 
@@ -233,7 +147,7 @@ fn failed(request: &mut Pending, error: u32, words: &str) -> Outcome<()> {
 }
 
 fn failure(request: &Pending, error: u32, words: &str) -> String {
-    let doing = match request.command {
+    let doing = match request.request.command() {
         nbd::CMD_READ => "read",
         nbd::CMD_WRITE => "write",
         nbd::CMD_WRITE_ZEROES => "make zero",
@@ -346,10 +260,11 @@ mod tests {
     fn the_parts_of_a_read_are_answered_once_each_and_in_any_order() {
         let two = || {
             let mut table = Slab::new();
-            table.insert(Pending { left: 2, part_bytes: 6, ..pending(nbd::CMD_READ, 8) });
+            let request = SplitRequest::new(nbd::CMD_READ, AT, 8, (2, 6));
+            table.insert(Pending { request, ..pending(nbd::CMD_READ, 8) });
             table
         };
-        let (first, second) = (cookie(0, 0), cookie(0, 1));
+        let (first, second) = (SplitRequest::cookie(0, 0), SplitRequest::cookie(0, 1));
         let simple_reply = |cookie, bytes: &[u8]| [&simple(0, cookie), bytes].concat();
         for answers in [
             [simple_reply(second, &[7, 8]), simple_reply(first, &[1, 2, 3, 4, 5, 6])],
@@ -362,8 +277,8 @@ mod tests {
         }
         for wrong in [
             [simple_reply(second, &[7, 8]), simple_reply(second, &[7, 8])].concat(),
-            simple_reply(cookie(0, 2), &[0; 6]),
-            simple_reply(cookie(0, u32::MAX), &[0; 6]),
+            simple_reply(SplitRequest::cookie(0, 2), &[0; 6]),
+            simple_reply(SplitRequest::cookie(0, u32::MAX as usize), &[0; 6]),
             data(true, second, AT, &[1, 2]),
             data(true, first, AT + 5, &[6, 7]),
         ] {

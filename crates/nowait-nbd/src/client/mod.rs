@@ -4,6 +4,7 @@
 
 mod handshake;
 mod reply_parser;
+mod split_request;
 #[cfg(feature = "transport")]
 mod error;
 #[cfg(feature = "transport")]
@@ -26,4 +27,5 @@ pub use error::ClientError;
 #[cfg(feature = "transport")]
 pub use error_messages::{error_words, failure};
 pub use handshake::{Export, HandshakeError, Wanted, choose, greet, start_tls};
-pub use reply_parser::{Outcome, Replies, ReplyParser};
+pub use reply_parser::{BROKEN, Outcome, Replies, ReplyParser};
+pub use split_request::{MAX_MESSAGES, SplitRequest, UNASKED};

@@ -22,7 +22,8 @@ const HEAD_BYTES: usize = 44;
 const DATA_OFFSET_BYTES: usize = 8;
 /// Bytes of the payload of a hole: offset and length.
 const HOLE_BYTES: usize = 12;
-const BROKEN: &str = "the server's replies make no sense";
+/// The error of a reply that does not fit its request, or no request.
+pub const BROKEN: &str = "the server's replies make no sense";
 
 /// A result with a message of one line as its error, after which the connection is of no use.
 pub type Outcome<T> = Result<T, String>;

@@ -3,21 +3,13 @@
 //! Invariant: a reply is taken only if it is to a part of a request that is not answered yet, and its
 //! data only within that part; every other reply ends the connection.
 
-use nowait::{ByteRange, ExtentStatus};
+use nowait::ExtentStatus;
 use nowait_nbd as nbd;
-use nowait_nbd::client::{Outcome, Replies};
+use nowait_nbd::client::{BROKEN, Outcome, Replies, SplitRequest, UNASKED};
 use nowait_nbd::{Extents, RequestHeader};
 use slab::Slab;
 
 use crate::nbd::job::{Command, Job};
-
-const UNASKED: &str = "the server answered a request that was never made";
-const BROKEN: &str = "the server's replies make no sense";
-
-/// The most messages about one request: a server that sends holes and data by turns has a reason for
-/// many, but not without end.
-/// Beyond it: the connection is made again.
-const MAX_MESSAGES: u32 = 1 << 20;
 
 /// A job that is with the server.
 pub(super) struct Asked {
@@ -26,15 +18,7 @@ pub(super) struct Asked {
     pub(super) number: u64,
     /// Of a flush, the next change of the replay log when it was asked.
     pub(super) covers: u64,
-    /// It is sent in parts of this many bytes.
-    part_bytes: u64,
-    /// The parts that were answered.
-    answered: Vec<bool>,
-    left: usize,
-    /// Bytes of a read that have come.
-    received: u64,
-    /// Messages of the server about it so far.
-    messages: u32,
+    request: SplitRequest,
     /// The errno that the server answered, or 0.
     pub(super) errno: i32,
     pub(super) extents: Vec<ExtentStatus>,
@@ -52,19 +36,15 @@ impl Asked {
         if job.command == Command::Read {
             job.data = vec![0; len as usize];
         }
-        let (answered, extents) = (vec![false; parts], Vec::new());
-        Self {
-            job,
-            number,
-            covers,
-            part_bytes,
-            answered,
-            left: parts,
-            received: 0,
-            messages: 0,
-            errno: 0,
-            extents,
-        }
+        let command = match job.command {
+            Command::Read => nbd::CMD_READ,
+            Command::Write => nbd::CMD_WRITE,
+            Command::Flush => nbd::CMD_FLUSH,
+            Command::Zero { .. } => nbd::CMD_WRITE_ZEROES,
+            Command::Status => nbd::CMD_BLOCK_STATUS,
+        };
+        let request = SplitRequest::new(command, job.range.pos, len, (parts, part_bytes));
+        Self { job, number, covers, request, errno: 0, extents: Vec::new() }
     }
 
     /// The headers of all parts for the request with this `index`, each with the range of its data in
@@ -74,50 +54,29 @@ impl Asked {
         index: usize,
         has_fua: bool,
     ) -> impl Iterator<Item = (RequestHeader, Option<(usize, usize)>)> {
-        let (command, flags) = match self.job.command {
-            Command::Read => (nbd::CMD_READ, 0),
-            Command::Write if self.job.durable && has_fua => (nbd::CMD_WRITE, nbd::CMD_FLAG_FUA),
-            Command::Write => (nbd::CMD_WRITE, 0),
-            Command::Flush => (nbd::CMD_FLUSH, 0),
-            Command::Zero { keep: true } => (nbd::CMD_WRITE_ZEROES, nbd::CMD_FLAG_NO_HOLE),
-            Command::Zero { keep: false } => (nbd::CMD_WRITE_ZEROES, 0),
-            Command::Status => (nbd::CMD_BLOCK_STATUS, 0),
+        let command = self.request.command();
+        let flags = match self.job.command {
+            Command::Write if self.job.durable && has_fua => nbd::CMD_FLAG_FUA,
+            Command::Zero { keep: true } => nbd::CMD_FLAG_NO_HOLE,
+            _ => 0,
         };
-        (0..self.answered.len()).map(move |part| {
-            let cookie = (part as u64) << 32 | index as u64;
+        (0..self.request.parts()).map(move |part| {
+            let cookie = SplitRequest::cookie(index, part);
             // A flush has no range.
-            let range = match command {
-                nbd::CMD_FLUSH => ByteRange::new(0, 0),
-                _ => self.part(part).unwrap_or(ByteRange::new(0, 0)),
+            let (offset, length) = match command {
+                nbd::CMD_FLUSH => (0, 0),
+                _ => self.request.part(part).unwrap_or_default(),
             };
             let data = (command == nbd::CMD_WRITE)
-                .then(|| ((range.pos - self.job.range.pos) as usize, range.len as usize));
-            let (offset, length) = (range.pos, range.len);
+                .then(|| ((offset - self.job.range.pos) as usize, length as usize));
             (RequestHeader { flags, command, cookie, offset, length }, data)
         })
-    }
-
-    /// The range of a part that there is.
-    fn part(&self, part: usize) -> Option<ByteRange> {
-        let start = (part as u64).checked_mul(self.part_bytes)?;
-        let left = self.job.range.len.checked_sub(start).filter(|&left| left > 0)?;
-        Some(ByteRange::new(self.job.range.pos + start, left.min(self.part_bytes)))
     }
 
     /// Whether both change bytes of one range.
     pub(super) fn conflicts(&self, job: &Job) -> bool {
         let (own, other) = (self.job.range, job.range);
         self.job.command.changes() && own.pos < other.end() && other.pos < own.end()
-    }
-
-    /// Whether what the server has answered is all that was asked for.
-    fn is_complete(&self) -> bool {
-        self.errno != 0
-            || match self.job.command {
-                Command::Read => self.received == self.job.range.len,
-                Command::Status => !self.extents.is_empty(),
-                Command::Write | Command::Flush | Command::Zero { .. } => true,
-            }
     }
 }
 
@@ -130,34 +89,10 @@ pub(super) struct Answers<'a> {
     pub(super) ended: &'a mut Vec<usize>,
 }
 
-fn index_of(cookie: u64) -> (usize, usize) {
-    (cookie as u32 as usize, (cookie >> 32) as usize)
-}
-
 impl Answers<'_> {
-    /// The request with a part that is not answered.
-    fn request(&mut self, cookie: u64) -> Outcome<&mut Asked> {
-        let (index, part) = index_of(cookie);
-        let asked = self.asked.get_mut(index);
-        let asked =
-            asked.filter(|asked| asked.answered.get(part) == Some(&false)).ok_or(UNASKED)?;
-        asked.messages += 1;
-        if asked.messages > MAX_MESSAGES || asked.received > asked.job.range.len {
-            return Err(BROKEN.into());
-        }
-        Ok(asked)
-    }
-
-    /// The read of whose part `length` bytes at `offset` come.
-    fn read(&mut self, cookie: u64, offset: u64, length: u64) -> Outcome<&mut Asked> {
-        let asked = self.request(cookie)?;
-        let part = asked.part(index_of(cookie).1).ok_or(BROKEN)?;
-        let end = offset.checked_add(length).filter(|&end| end <= part.end());
-        if asked.job.command != Command::Read || length == 0 || offset < part.pos || end.is_none() {
-            return Err(BROKEN.into());
-        }
-        asked.received += length;
-        Ok(asked)
+    /// The request of `cookie`.
+    fn asked(&mut self, cookie: u64) -> Outcome<&mut Asked> {
+        self.asked.get_mut(SplitRequest::index_of(cookie)).ok_or_else(|| UNASKED.into())
     }
 }
 
@@ -166,24 +101,15 @@ impl Replies for Answers<'_> {
         if error != 0 {
             return self.error(cookie, error, "").map(|()| None);
         }
-        let asked = self.request(cookie)?;
-        match asked.job.command {
-            Command::Read => {
-                let part = asked.part(index_of(cookie).1).ok_or(BROKEN)?;
-                asked.received += part.len;
-                Ok(Some((part.pos, part.len)))
-            }
-            Command::Status => Err(BROKEN.into()),
-            Command::Write | Command::Flush | Command::Zero { .. } => Ok(None),
-        }
+        self.asked(cookie)?.request.simple(cookie)
     }
 
     fn data(&mut self, cookie: u64, offset: u64, length: u64) -> Outcome<()> {
-        self.read(cookie, offset, length).map(drop)
+        self.asked(cookie)?.request.content(cookie, offset, length)
     }
 
     fn hole(&mut self, cookie: u64, offset: u64, length: u64) -> Outcome<()> {
-        self.read(cookie, offset, length)?;
+        self.data(cookie, offset, length)?;
         let memory = self.memory(cookie, offset).and_then(|rest| rest.get_mut(..length as usize));
         memory.ok_or(BROKEN)?.fill(0);
         Ok(())
@@ -192,32 +118,20 @@ impl Replies for Answers<'_> {
     /// Takes the extents within the range; a hole is what reads as zeros.
     fn status(&mut self, cookie: u64, context: u32, extents: Extents<'_>) -> Outcome<()> {
         let own = self.context == Some(context);
-        let asked = self.request(cookie)?;
-        if asked.job.command != Command::Status {
-            return Err(BROKEN.into());
-        }
+        let asked = self.asked(cookie)?;
         if !own {
-            return Ok(());
+            return asked.request.of_status(cookie);
         }
-        asked.extents.clear();
-        let mut left = asked.job.range.len;
-        for (len, flags) in extents {
-            if len == 0 {
-                return Err(BROKEN.into());
-            }
-            let len = len.min(left);
-            if len > 0 {
-                let zero = flags & u64::from(nbd::STATE_ZERO) != 0;
-                asked.extents.push(ExtentStatus::top(len, zero));
-            }
-            left -= len;
-        }
+        let taken = asked.request.status(cookie, extents)?.into_iter();
+        let extent = |(len, flags)| ExtentStatus::top(len, flags & u64::from(nbd::STATE_ZERO) != 0);
+        asked.extents = taken.map(extent).collect();
         Ok(())
     }
 
     /// A server that shuts down ends the connection: another one may follow it.
     fn error(&mut self, cookie: u64, error: u32, words: &str) -> Outcome<()> {
-        let asked = self.request(cookie)?;
+        let asked = self.asked(cookie)?;
+        asked.request.message(cookie)?;
         if error == nbd::ESHUTDOWN {
             return Err("the server is shutting down".into());
         }
@@ -227,24 +141,15 @@ impl Replies for Answers<'_> {
     }
 
     fn done(&mut self, cookie: u64) -> Outcome<()> {
-        let (index, part) = index_of(cookie);
-        let asked = self.request(cookie)?;
-        if let Some(answered) = asked.answered.get_mut(part) {
-            *answered = true;
+        let asked = self.asked(cookie)?;
+        if asked.request.done(cookie, asked.errno != 0)? {
+            self.ended.push(SplitRequest::index_of(cookie));
         }
-        asked.left -= 1;
-        if asked.left > 0 {
-            return Ok(());
-        }
-        if !asked.is_complete() {
-            return Err("the server answered a request only in part".into());
-        }
-        self.ended.push(index);
         Ok(())
     }
 
     fn memory(&mut self, cookie: u64, offset: u64) -> Option<&mut [u8]> {
-        let asked = self.asked.get_mut(index_of(cookie).0)?;
+        let asked = self.asked.get_mut(SplitRequest::index_of(cookie))?;
         if asked.job.command != Command::Read {
             return None;
         }
@@ -271,6 +176,7 @@ fn errno_of(error: u32) -> i32 {
 mod tests {
     use super::*;
     use crate::nbd::job::Origin;
+    use nowait::ByteRange;
 
     fn table(command: Command, len: u64) -> Slab<Asked> {
         let (range, origin) = (ByteRange::new(4096, len), Origin::Replay);
@@ -296,37 +202,5 @@ mod tests {
         it.data(0, 4096 + 1000, 24).unwrap();
         it.done(0).unwrap();
         assert_eq!(ended, [0]);
-    }
-
-    #[test]
-    fn data_outside_of_a_part_or_without_end_are_refused() {
-        for (cookie, offset, length) in [
-            (0, 4095, 1),
-            (0, 4096 + 1024, 1),
-            (1 << 32, 4096, 1),
-            (2 << 32, 4096, 1),
-            (0, 4096, 0),
-        ] {
-            let (mut asked, mut ended) = (table(Command::Read, 2000), Vec::new());
-            let refused = answers(&mut asked, &mut ended).data(cookie, offset, length);
-            assert!(refused.is_err(), "{cookie:x} {offset} {length}");
-        }
-        let (mut asked, mut ended) = (table(Command::Read, 2000), Vec::new());
-        let mut it = answers(&mut asked, &mut ended);
-        let again = (0..10).try_for_each(|_| it.data(0, 4096, 1024));
-        assert!(again.is_err(), "the same bytes again and again");
-        let (mut asked, mut ended) = (table(Command::Write, 10), Vec::new());
-        let mut it = answers(&mut asked, &mut ended);
-        assert!((0..=MAX_MESSAGES).try_for_each(|_| it.error(0, nbd::EIO, "")).is_err());
-    }
-
-    #[test]
-    fn a_part_is_answered_once_and_an_incomplete_answer_is_refused() {
-        let (mut asked, mut ended) = (table(Command::Read, 1000), Vec::new());
-        let mut it = answers(&mut asked, &mut ended);
-        it.data(0, 4096, 999).unwrap();
-        assert!(it.done(0).is_err());
-        assert!(it.done(0).is_err());
-        assert!(ended.is_empty());
     }
 }
