@@ -97,34 +97,31 @@ pub fn read(text: &str) -> Option<Plan> {
 /// The actions of `plan`, a line for each step.
 #[must_use]
 pub fn describe(plan: &Plan) -> String {
-    let mut text = String::new();
-    if plan.mode == Mode::Remote {
-        let scenario = RemoteScenario::of(plan.seed);
-        for &n in &plan.steps {
-            let _ = writeln!(text, "# {n}: {:?}", scenario.step(n).0);
+    match plan.mode {
+        Mode::Remote => {
+            let scenario = RemoteScenario::of(plan.seed);
+            lines(plan, |n| format!("{:?}", scenario.step(n).0))
         }
-        return text;
-    }
-    if plan.mode == Mode::Log {
-        let scenario = LogScenario::of(plan.seed);
-        for &n in &plan.steps {
-            let _ = writeln!(text, "# {n}: {:?}", scenario.step(n).0);
+        Mode::Log => {
+            let scenario = LogScenario::of(plan.seed);
+            lines(plan, |n| format!("{:?}", scenario.step(n).0))
         }
-        return text;
-    }
-    if plan.mode == Mode::Backup {
-        let scenario = BackupScenario::of(plan.seed);
-        for &n in &plan.steps {
-            let _ = writeln!(text, "# {n}: {:?}", scenario.step(n).0);
+        Mode::Backup => {
+            let scenario = BackupScenario::of(plan.seed);
+            lines(plan, |n| format!("{:?}", scenario.step(n).0))
         }
-        return text;
+        _ => {
+            let scenario = plan.scenario();
+            lines(plan, |n| {
+                let step = scenario.step(n);
+                format!("part {}: {:?}", step.part, step.action)
+            })
+        }
     }
-    let scenario = plan.scenario();
-    for &n in &plan.steps {
-        let step = scenario.step(n);
-        let _ = writeln!(text, "# {n}: part {}: {:?}", step.part, step.action);
-    }
-    text
+}
+
+fn lines(plan: &Plan, describe: impl Fn(u64) -> String) -> String {
+    plan.steps.iter().map(|&n| format!("# {n}: {}\n", describe(n))).collect()
 }
 
 #[cfg(test)]
