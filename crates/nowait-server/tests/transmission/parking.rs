@@ -112,7 +112,8 @@ fn clients_under_load_get_every_answer_once_through_many_pauses() {
         let over = AtomicBool::new(false);
         let load = &|client: &mut Client, region: u64| {
             let mut round = 0;
-            while !over.load(Ordering::Relaxed) {
+            // A thread that begins late works without pauses.
+            while round == 0 || !over.load(Ordering::Relaxed) {
                 round += 1;
                 let (bytes, at) = (payload(round % 250, 40_000), region + round % 16 * 50_000);
                 let mut waiting: Vec<_> = (0..16)
@@ -128,7 +129,6 @@ fn clients_under_load_get_every_answer_once_through_many_pauses() {
                 assert!(client.call(Request::of(READ, at, 40_000)).data == bytes);
             }
             assert_eq!(client.call(Request::of(FLUSH, 0, 0)).error, 0);
-            round
         };
         let mut clients = [
             scene.connect(mode),
@@ -147,7 +147,7 @@ fn clients_under_load_get_every_answer_once_through_many_pauses() {
                 assert_eq!(late.call(Request::of(READ, 15 * MIB, 512)).error, 0);
             }
             over.store(true, Ordering::Relaxed);
-            loads.into_iter().for_each(|load| assert!(load.join().unwrap() > 0));
+            loads.into_iter().for_each(|load| load.join().unwrap());
         });
     }
 }
