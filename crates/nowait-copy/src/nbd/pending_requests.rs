@@ -15,7 +15,7 @@ pub(crate) struct Pending {
     pub(crate) range: ByteRange,
     pub(crate) memory: Option<IoBuffer>,
     pub(crate) extents: Vec<ExtentStatus>,
-    /// What of it is on the wire.
+    /// The request as it is on the wire, in parts.
     pub(crate) request: SplitRequest,
     /// The index of its connection.
     pub(crate) connection: usize,

@@ -83,7 +83,7 @@ pub struct WireClient<S = UnixStream> {
     pub mode: Mode,
     /// `NBD_INFO_EXPORT`, in bytes.
     pub size: u64,
-    /// The flags beside the size.
+    /// The flags that came with the size.
     pub transmission_flags: u16,
     /// `NBD_INFO_BLOCK_SIZE`: the smallest and the preferred block, the longest payload; zeros if it was not sent.
     pub block_sizes: [u64; 3],
