@@ -36,7 +36,9 @@ pub(crate) fn the_client(args: &ServerArgs) -> Result<Client, CliError> {
         all => {
             let all: Vec<_> = all.iter().map(|socket| socket.to_string_lossy()).collect();
             let all = plain(&all.join(", "));
-            Err(CliError::new(format!("several servers are running; choose one by --control: {all}")))
+            Err(CliError::new(format!(
+                "several servers are running; choose one by --control: {all}"
+            )))
         }
     }
 }

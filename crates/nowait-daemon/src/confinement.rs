@@ -203,7 +203,9 @@ fn renewed_file(path: &Path, files: &mut FileAccess) {
     directories.iter().for_each(|directory| files.read(directory));
     if directories.is_empty() {
         let path = path.display();
-        info!("{path}: a file that replaces it later cannot be read in the sandbox (put it in a directory of its own)");
+        info!(
+            "{path}: a file that replaces it later cannot be read in the sandbox (put it in a directory of its own)"
+        );
     }
 }
 

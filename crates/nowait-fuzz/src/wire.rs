@@ -105,7 +105,7 @@ fn header(mode: ReplyMode, rest: &mut Fields<'_>) -> Result<Option<Request>, ()>
 pub(crate) struct Answers<'a> {
     mode: ReplyMode,
     requests: &'a [Request],
-    ended: BTreeMap<u64, Result<u64, u32>>,
+    answered: BTreeMap<u64, Result<u64, u32>>,
     /// The bytes received for reads that are not complete.
     covered: BTreeMap<u64, u64>,
     /// The errors of requests that are not complete.
@@ -125,7 +125,7 @@ impl<'a> Answers<'a> {
         whole: bool,
     ) -> Result<BTreeMap<u64, Result<u64, u32>>, String> {
         let (covered, failed) = (BTreeMap::new(), BTreeMap::new());
-        let mut answers = Self { mode, requests, ended: BTreeMap::new(), covered, failed };
+        let mut answers = Self { mode, requests, answered: BTreeMap::new(), covered, failed };
         let mut parser = ReplyParser::new(mode);
         parser.feed(bytes, &mut answers)?;
         if whole && !parser.is_between_messages() {
@@ -134,12 +134,12 @@ impl<'a> Answers<'a> {
         if whole && !answers.covered.is_empty() {
             return Err(format!("reads {:?} are answered in part", answers.covered));
         }
-        Ok(answers.ended)
+        Ok(answers.answered)
     }
 
     fn request(&self, cookie: u64) -> Outcome<Request> {
         let request = usize::try_from(cookie).ok().and_then(|at| self.requests.get(at));
-        if self.ended.contains_key(&cookie) {
+        if self.answered.contains_key(&cookie) {
             return Err(format!("{cookie} is answered twice"));
         }
         request.copied().ok_or(format!("{cookie} was never asked"))
@@ -199,7 +199,7 @@ impl Replies for Answers<'_> {
             }
             None => Ok(covered),
         };
-        self.ended.insert(cookie, answer);
+        self.answered.insert(cookie, answer);
         Ok(())
     }
 

@@ -145,7 +145,7 @@ impl Client {
             && self.in_flight.is_empty()
     }
 
-    /// Whether the connection has ended.
+    /// Whether the connection is closed.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.is_over
@@ -274,7 +274,7 @@ impl Client {
         Vec::new()
     }
 
-    /// The requests that are unanswered when the connection has ended.
+    /// The requests that are unanswered when the connection is closed.
     pub fn take_unanswered(&mut self) -> Vec<InFlight> {
         self.in_flight.drain(..).map(|sent| sent.flight).collect()
     }

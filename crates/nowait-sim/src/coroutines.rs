@@ -2,7 +2,7 @@
 //! block.
 //!
 //! Invariant: one job runs at a time, and the simulation chooses the next. A stack is used by one
-//! job at a time and reused after the job has ended.
+//! job at a time and reused after the job has returned.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -22,7 +22,7 @@ thread_local! {
 
 type Job = Coroutine<(), (), (), DefaultStack>;
 
-/// The jobs that have started and not ended.
+/// The jobs that have started and not returned.
 pub struct Coroutines {
     /// `ManuallyDrop`: dropping a paused job would unwind its stack; see `drop`.
     paused: Vec<ManuallyDrop<(Job, *const Yielder<(), ()>)>>,

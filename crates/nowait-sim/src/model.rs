@@ -1,6 +1,6 @@
 //! A model of what a device may hold: the oracle checks all answers against it.
 //!
-//! The model is told when each request began and how it ended, and does not depend on how requests
+//! The model is told when each request began and how it completed, and does not depend on how requests
 //! are served. A device is divided into cells, and each cell has the list of writes that it may
 //! hold.
 //!
@@ -30,7 +30,7 @@ const TELLING_BYTES: u64 = 8;
 struct Held {
     bytes: Bytes,
     began: Time,
-    ended: Time,
+    completed: Time,
     /// The time since which a later write is known to have replaced it: a request that begins after
     /// that cannot see it.
     covered: Time,
@@ -71,7 +71,7 @@ struct Cell {
     listed: bool,
 }
 
-/// How a write ended.
+/// How a write completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
     /// It succeeded; with `durable` it survives a power cut.
@@ -167,7 +167,7 @@ impl Model {
             cell.held.push(Held {
                 bytes: Bytes::Value(value),
                 began,
-                ended: NEVER,
+                completed: NEVER,
                 covered: NEVER,
                 settled: NEVER,
                 durable: false,
@@ -383,7 +383,7 @@ impl Held {
         Self {
             bytes,
             began: now,
-            ended: now,
+            completed: now,
             covered: never,
             settled: never,
             durable: true,
@@ -422,7 +422,7 @@ impl Cell {
         let durable = ending == Ending::Done { durable: true };
         let mut sure = durable;
         if let Some(held) = self.held.get_mut(own) {
-            held.ended = now;
+            held.completed = now;
             held.durable |= durable;
             sure |= !held.doubtful;
             held.wavers = ending == Ending::Wavers;
@@ -436,7 +436,7 @@ impl Cell {
         if ending == Ending::Maybe {
             return;
         }
-        for held in self.held.iter_mut().filter(|held| held.ended < began) {
+        for held in self.held.iter_mut().filter(|held| held.completed < began) {
             held.covered = held.covered.min(now);
             held.settled = if sure { held.settled.min(now) } else { held.settled };
             held.gone |= durable;
@@ -445,7 +445,7 @@ impl Cell {
 
     fn flushed(&mut self, began: Time) {
         for held in &mut self.held {
-            held.durable |= held.ended < began && !held.doubtful;
+            held.durable |= held.completed < began && !held.doubtful;
             held.gone |= held.settled < began;
         }
         let mut there = self.held.iter().filter(|held| !held.gone);
@@ -478,15 +478,15 @@ impl Cell {
     }
 
     /// A request begun at `began` has seen the write `which`, as `bytes` at `pos`: it has replaced
-    /// all writes that had ended by then. `sure` if no part of `bytes` can come from another write.
+    /// all writes that had completed by then. `sure` if no part of `bytes` can come from another write.
     fn seen(&mut self, which: usize, sure: bool, pos: u64, bytes: &[u8], began: Time, now: Time) {
         let Some(found) = self.held.get(which).filter(|held| !held.wavers).cloned() else { return };
-        for held in self.held.iter_mut().filter(|held| held.ended < began) {
+        for held in self.held.iter_mut().filter(|held| held.completed < began) {
             if held.wavers || held.is(pos, bytes) {
                 continue;
             }
             held.covered = held.covered.min(now);
-            if sure && found.ended < now && (found.durable || !found.doubtful) {
+            if sure && found.completed < now && (found.durable || !found.doubtful) {
                 held.settled = held.settled.min(now);
                 held.gone |= found.durable;
             }

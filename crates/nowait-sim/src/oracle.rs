@@ -1,7 +1,7 @@
 //! The oracle of a run: which results a request may have, whether it came from an engine or a
 //! server.
 //!
-//! Invariant: each request that has begun ends here once: as done, failed, unanswered, or never
+//! Invariant: each request that has begun is closed here once: as done, failed, unanswered, or never
 //! begun. Rules of docs/contract.md: C17 and C55 (short transfers), C25 (the end of a device), C51
 //! (a flush after a failed one), C53 (a device that shrinks), and those of the model.
 
@@ -117,7 +117,7 @@ impl Oracle {
         self.end_change(flight, Ending::Never);
     }
 
-    /// A request has ended with an unknown result.
+    /// A request has completed with an unknown result.
     pub fn unanswered(&mut self, flight: &InFlight) {
         self.end_change(flight, Ending::Maybe);
         self.doubt_flush(flight);
@@ -441,7 +441,7 @@ impl Oracle {
         self.model.hold(range, disk);
     }
 
-    /// Checks the close of an image: writes that ended before `began` are durable (C49).
+    /// Checks the close of an image: writes that completed before `began` are durable (C49).
     ///
     /// # Errors
     /// A flush had failed before.

@@ -22,7 +22,7 @@ use crate::oracle::Oracle;
 use crate::scenario::{Action, MAX_REQUEST_BYTES, Scenario, Step};
 use crate::system_under_test::{Health, SystemUnderTest};
 
-/// Iterations after which a request that has not ended is considered stuck.
+/// Iterations after which a request that has not completed is considered stuck.
 const MAX_ITERATIONS: u32 = 20_000;
 
 /// Counters of a run.
@@ -190,7 +190,7 @@ impl<S: SystemUnderTest> Simulation<S> {
         }
     }
 
-    /// Runs until all requests have ended, and checks them.
+    /// Runs until all requests have completed, and checks them.
     fn settle(&mut self, random: &mut Random) -> Result<(), Violation> {
         self.device.answer();
         for _ in 0..MAX_ITERATIONS {
@@ -203,10 +203,10 @@ impl<S: SystemUnderTest> Simulation<S> {
             self.work(random)?;
         }
         let left = self.system.forget().first().map(|flight| flight.spec);
-        Err(Violation::new(format!("never ends: {left:?}")))
+        Err(Violation::new(format!("never completes: {left:?}")))
     }
 
-    /// Runs until all requests whose results are discarded have ended.
+    /// Runs until all requests whose results are discarded have completed.
     fn drain(&mut self, random: &mut Random) -> Result<(), Violation> {
         for _ in 0..MAX_ITERATIONS {
             if self.is_idle() {
@@ -436,7 +436,7 @@ impl<S: SystemUnderTest> Simulation<S> {
 
     /// Runs a read on the reader, which has no other request in flight.
     fn run_one(&mut self, io: Request, random: &mut Random) -> Result<Completion, Violation> {
-        let stuck = || Violation::new(format!("never ends: {io:?}"));
+        let stuck = || Violation::new(format!("never completes: {io:?}"));
         let Some(engine) = &mut self.reader else { return Err(stuck()) };
         let buf = engine.buffer(io.range).ok_or_else(stuck)?;
         engine.submit(io, buf, 0).map_err(|rejected| broken(rejected.error))?;

@@ -1,7 +1,7 @@
 //! External programs with a timeout.
 //!
 //! Invariant: a tool that hangs is killed by coreutils' timeout and fails the test. No process
-//! outlives the test that started it, also when a signal ends the test program.
+//! outlives the test that started it, also when a signal kills the test program.
 #![allow(unsafe_code)]
 
 use std::ffi::OsStr;
@@ -40,7 +40,7 @@ fn bounded(command: &mut Command) -> &mut Command {
     if command.get_program() == STARTER { command } else { ends_with_test(command) }
 }
 
-/// Lets the process that `command` starts get SIGTERM when the thread that starts it has ended, as
+/// Lets the process that `command` starts get SIGTERM when the thread that starts it has exited, as
 /// each test has a thread of its own, or the whole test program was killed.
 pub fn ends_with_test(command: &mut Command) -> &mut Command {
     let test = getpid();
@@ -50,16 +50,16 @@ pub fn ends_with_test(command: &mut Command) -> &mut Command {
 
 fn end_with(test: Pid) -> io::Result<()> {
     set_parent_process_death_signal(Some(Signal::TERM))?;
-    // The test program may have ended before the call.
+    // The test program may have exited before the call.
     if getppid() == Some(test) { Ok(()) } else { Err(io::ErrorKind::BrokenPipe.into()) }
 }
 
-/// A process that kills others, which are not children of the test program, when that has ended. It is told their numbers by
+/// A process that kills others, which are not children of the test program, when that has exited. It is told their numbers by
 /// its standard input, ignores the signals of a terminal, and looks whether a number is still a server's.
 const GUARD: &str = "trap '' INT TERM HUP QUIT; while read -r pid; do all=\"$all $pid\"; done
 for pid in $all; do tr '\\0' ' ' <\"/proc/$pid/cmdline\" | grep -q nowait && kill -9 $pid; done";
 
-/// Has `process`, a server that left its parent, killed when this program has ended, however.
+/// Has `process`, a server that left its parent, killed when this program has exited, however.
 ///
 /// # Panics
 /// There is no shell.

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::web_request::Request;
 
-/// A running service. Its thread ends with the process.
+/// A running service. Its thread lives as long as the process.
 pub struct TokenService {
     port: u16,
     tokens: Arc<Mutex<Vec<String>>>,

@@ -65,7 +65,7 @@ pub fn wait_for_exit(child: &mut Child) -> ExitStatus {
 /// Like [`wait_for_exit`]; returns what the child has written to its pipes, which must fit them.
 pub fn output_of(mut child: Child) -> Output {
     wait_for_exit(&mut child);
-    child.wait_with_output().expect("the output of a child that has ended")
+    child.wait_with_output().expect("the output of a child that has exited")
 }
 
 /// Sets a flag when it is dropped, also by a panic, so that threads which run until then end.

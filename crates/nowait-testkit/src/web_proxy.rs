@@ -11,7 +11,7 @@ use crate::web_request::Request;
 /// A method with its target, and the header Proxy-Authorization.
 type Asked = (String, Option<String>);
 
-/// A running proxy. Its thread ends with the process.
+/// A running proxy. Its thread lives as long as the process.
 pub struct WebProxy {
     port: u16,
     asked: Arc<Mutex<Vec<Asked>>>,

@@ -19,7 +19,7 @@ use crate::web_request::Request;
 pub enum Lie {
     /// This status, with headers (each with its line's end), and this body.
     Status(u16, &'static str, &'static str),
-    /// So many bytes of the answer, then the connection ends.
+    /// So many bytes of the answer, then the connection closes.
     Cut(usize),
     /// So many bytes of the answer, then nothing for a long time.
     Stall(usize),
@@ -41,7 +41,7 @@ pub enum Lie {
     Shift(u64),
     /// A header without an end.
     EndlessHeader,
-    /// No answer at all: the connection ends.
+    /// No answer at all: the connection closes.
     HangUp,
     /// The bytes of another object, with the tag of that one.
     Other(u8, &'static str),

@@ -1,6 +1,6 @@
 //! A server of one object, by HTTP/1.1, or where its TLS offers nothing else by HTTP/2.
 //!
-//! Invariant: it shares no code with the client; each connection has a thread, which ends with it.
+//! Invariant: it shares no code with the client; each connection has a thread, which lives as long.
 
 use std::io::{BufReader, Read, Write};
 use std::net::TcpListener;
@@ -15,7 +15,7 @@ use crate::web_request::Request;
 use crate::web_script::answer_of;
 pub use crate::web_script::{Http1Refusal, Lie, Script};
 
-/// A running server. Its thread ends with the process.
+/// A running server. Its thread lives as long as the process.
 pub struct WebServer {
     port: u16,
     script: Arc<Mutex<Script>>,

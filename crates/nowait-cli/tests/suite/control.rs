@@ -306,7 +306,10 @@ fn the_commands_find_the_only_server_of_this_user_by_themselves() {
     accepted(&["create", text(&second), "8M"]);
     let other = Server::start_under(&["env", &runtime], &second, &["--read-only"]);
     let why = here(&["export", "list"]).fails();
-    assert!(why.starts_with("nowait: several servers are running; choose one by --control"), "{why}");
+    assert!(
+        why.starts_with("nowait: several servers are running; choose one by --control"),
+        "{why}"
+    );
     other.stop();
     let resized = here(&["export", "resize", "@0", "+8M", "--json"]).succeeds();
     let resized: Value = serde_json::from_str(&resized).expect("JSON");

@@ -294,7 +294,9 @@ impl ImageExchange<'_> {
         let stored = self.with(|served| served.disk.image.store_bitmaps())?;
         drop(paused);
         let changed = changed?;
-        stored.map_err(|error| failed(format!("it is changed in this server, but not stored in the image: {error}")))?;
+        stored.map_err(|error| {
+            failed(format!("it is changed in this server, but not stored in the image: {error}"))
+        })?;
         Ok(changed)
     }
 

@@ -112,7 +112,9 @@ pub(crate) fn notify_ready(uris: &[String]) {
 pub(crate) fn notify_reloading() {
     match NotifyState::monotonic_usec_now() {
         Ok(now) => notify(&[NotifyState::Reloading, now]),
-        Err(error) => warn!("NOTIFY_SOCKET: cannot tell the time of the reload: {}", os_message(&error)),
+        Err(error) => {
+            warn!("NOTIFY_SOCKET: cannot tell the time of the reload: {}", os_message(&error))
+        }
     }
 }
 

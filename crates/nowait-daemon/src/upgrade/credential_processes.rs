@@ -140,9 +140,7 @@ pub(crate) fn reply(
 ) -> Vec<u8> {
     encoded(&match request == command.as_bytes() && !command.is_empty() {
         true => run(command),
-        false => CredentialOutput::failed(
-            "has changed since this server was started (restart it)",
-        ),
+        false => CredentialOutput::failed("has changed since this server was started (restart it)"),
     })
 }
 

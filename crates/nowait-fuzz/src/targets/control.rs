@@ -1,7 +1,7 @@
 //! Bytes of a client of the control interface: the first byte selects whether it needs a token.
 //!
 //! Checked: each answer is HTTP, a refusal says why in one line of JSON; what is answered and what
-//! the server is asked to do does not depend on how the bytes are split, until the connection ends.
+//! the server is asked to do does not depend on how the bytes are split, until the connection closes.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -208,7 +208,7 @@ fn check(input: &[u8]) -> Result<(), String> {
         return Err(format!("without the token it does {:?}", whole.1));
     }
     let pieces = outcome(token, cut(bytes, 16))?;
-    // A request that is refused before its body is there ends the connection: what follows in the
+    // A request that is refused before its body is there closes the connection: what follows in the
     // same piece is answered, and what follows later is not.
     if !(agree(&pieces.0, &whole.0) && agree(&pieces.1, &whole.1)) {
         return Err(format!("cut it ends as {pieces:?}, whole as {whole:?}"));

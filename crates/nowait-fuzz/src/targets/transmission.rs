@@ -54,7 +54,7 @@ pub(crate) const TARGET: Target = Target {
     memory: 320 << 20,
 };
 
-/// A running server; it ends when this is dropped.
+/// A running server; it stops when this is dropped.
 struct RunningServer {
     socket: PathBuf,
     stopper: nowait_server::ShutdownHandle,

@@ -71,7 +71,7 @@ pub struct ServeOptions {
 }
 
 /// Handle of a served image: holds the locks on its files and the flusher thread. Drop it only
-/// after the last request has ended.
+/// after the last request has completed.
 pub struct OpenImage {
     /// Holds the locks until it is dropped.
     chain: Chain,

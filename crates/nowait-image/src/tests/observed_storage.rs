@@ -25,8 +25,8 @@ pub(crate) trait Observer: Send + Sync {
     /// A change begins; returns the number that its end is reported with.
     fn begin(&self, change: Change) -> usize;
 
-    /// The change with this number has ended.
-    fn ended(&self, _begun: usize) {}
+    /// The change with this number has completed.
+    fn completed(&self, _begun: usize) {}
 
     /// A read begins.
     fn reading(&self) {}
@@ -62,7 +62,7 @@ impl<O: Observer> ObservedStorage<O> {
         }
         let begun = self.observer.begin(change);
         let done = call(&self.inner);
-        self.observer.ended(begun);
+        self.observer.completed(begun);
         done
     }
 }

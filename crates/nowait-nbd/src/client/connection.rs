@@ -120,7 +120,7 @@ impl Connection {
     /// Receives once and parses what came. Returns whether more may have come already.
     ///
     /// # Errors
-    /// The connection has ended, or an error of `replies`; [`ClientError::Lost`] with `WouldBlock` if
+    /// The connection is closed, or an error of `replies`; [`ClientError::Lost`] with `WouldBlock` if
     /// nothing has come.
     #[inline]
     pub fn receive(&mut self, replies: &mut impl Replies) -> Result<bool, ClientError> {

@@ -28,7 +28,7 @@ pub const BROKEN: &str = "the server's replies make no sense";
 /// A result with a message of one line as its error, after which the connection is of no use.
 pub type Outcome<T> = Result<T, String>;
 
-/// The unanswered requests of a connection. An error of any method ends the connection. A client
+/// The unanswered requests of a connection. An error of any method closes the connection. A client
 /// without replies in chunks has only the methods that have no body here.
 pub trait Replies {
     /// A simple reply with `error`, 0 for success. Returns offset and length of the data that follow

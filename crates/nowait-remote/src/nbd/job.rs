@@ -11,7 +11,7 @@ use nowait::{ByteRange, ExtentStatus, PendingTransfer};
 pub(super) enum Command {
     Read,
     Write,
-    /// Makes all writes durable that have ended; the range says only what the result counts.
+    /// Makes all writes durable that have completed; the range says only what the result counts.
     Flush,
     /// Makes the range read as zeros; its storage may go unless it is to stay allocated.
     Zero {
@@ -30,7 +30,7 @@ impl Command {
 pub(super) struct Job {
     pub(super) command: Command,
     pub(super) range: ByteRange,
-    /// Whether a write is to be durable when it ends.
+    /// Whether a write is to be durable when it completes.
     pub(super) durable: bool,
     /// The data of a write, once [`Job::load`] was called; the memory of a read, once it is asked.
     pub(super) data: Vec<u8>,
@@ -43,7 +43,7 @@ pub(super) struct Job {
 pub(super) enum Origin {
     Transfer(PendingTransfer),
     Call(Caller),
-    /// The replay log: a write that has ended once before.
+    /// The replay log: a write that has completed once before.
     Replay,
     /// The replay log, which is to become shorter.
     Trim,

@@ -2,7 +2,7 @@
 //! a new connection when one is lost.
 //!
 //! Invariant: the thread sleeps only when there is nothing to do; it ends when the storage is closed
-//! and its last request has ended, or cannot end.
+//! and its last request has completed, or cannot complete.
 
 use std::io::{ErrorKind, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -63,12 +63,12 @@ impl Link {
         }
     }
 
-    /// Whether a change that had ended was lost: no flush succeeds any more.
+    /// Whether a change that had completed was lost: no flush succeeds any more.
     pub(super) fn lost(&self) -> Arc<AtomicBool> {
         self.session.log().lost()
     }
 
-    /// Serves until the storage is closed and its last request has ended.
+    /// Serves until the storage is closed and its last request has completed.
     pub(super) fn run(mut self) {
         loop {
             let closed = self.inbox.take(self.session.waiting());
@@ -130,8 +130,8 @@ impl Link {
         let mut answers = self.session.answers();
         loop {
             match connection.receive(&mut answers) {
-                // Jobs that have ended are told of first.
-                Ok(true) if answers.ended.is_empty() => {}
+                // Jobs that have completed are told of first.
+                Ok(true) if answers.completed.is_empty() => {}
                 Ok(true) => return Ok(()),
                 Ok(false) => break,
                 Err(ClientError::Lost(error)) if error.kind() == ErrorKind::WouldBlock => break,

@@ -1,7 +1,7 @@
 //! An export of an NBD server as a storage.
 //!
-//! Invariant: whatever the server sends, a request ends with its bytes or with an error, in bounded
-//! memory; a write that has ended is in the server's storage or in the replay log until a flush has
+//! Invariant: whatever the server sends, a request completes with its bytes or with an error, in bounded
+//! memory; a write that has completed is in the server's storage or in the replay log until a flush has
 //! made it durable.
 
 mod injected_bug;

@@ -38,7 +38,7 @@ pub struct NbdStorage {
     inbox: Arc<Inbox>,
     export: Export,
     read_only: bool,
-    /// A write that had ended was lost, or a flush refused.
+    /// A write that had completed was lost, or a flush refused.
     lost: Arc<AtomicBool>,
 }
 
@@ -261,7 +261,7 @@ impl Storage for NbdStorage {
 }
 
 impl Drop for NbdStorage {
-    /// The thread disconnects when the last request has ended.
+    /// The thread disconnects when the last request has completed.
     fn drop(&mut self) {
         self.inbox.close();
     }

@@ -1,4 +1,4 @@
-//! The replay log: changes that have ended and that no flush has made durable yet, so that they can be
+//! The replay log: changes that have completed and that no flush has made durable yet, so that they can be
 //! asked again if the server dies and loses them.
 //!
 //! Invariant: a change is in the log from its end until a flush that was asked after it has succeeded;
@@ -37,7 +37,7 @@ pub(super) struct ReplayLog {
     changes: VecDeque<Change>,
     bytes: u64,
     next: u64,
-    /// A change was lost that had ended: no flush may succeed.
+    /// A change was lost that had completed: no flush may succeed.
     lost: Arc<AtomicBool>,
     limits: Limits,
 }
@@ -47,7 +47,7 @@ impl ReplayLog {
         Self { changes: VecDeque::new(), bytes: 0, next: 0, lost: Arc::default(), limits }
     }
 
-    /// Adds a change that has ended.
+    /// Adds a change that has completed.
     pub(super) fn push(&mut self, command: Command, range: ByteRange, data: Vec<u8>) {
         if self.has_lost() {
             return;

@@ -1,7 +1,7 @@
 //! The requests that were sent to the server, and what it answers.
 //!
 //! Invariant: a reply is taken only if it is to a part of a request that is not answered yet, and its
-//! data only within that part; every other reply ends the connection.
+//! data only within that part; every other reply closes the connection.
 
 use nowait::ExtentStatus;
 use nowait_nbd as nbd;
@@ -85,8 +85,8 @@ pub(super) struct Answers<'a> {
     pub(super) asked: &'a mut Slab<Asked>,
     /// The id of the block status context.
     pub(super) context: Option<u32>,
-    /// The indices of the requests that have ended.
-    pub(super) ended: &'a mut Vec<usize>,
+    /// The indices of the requests that have completed.
+    pub(super) completed: &'a mut Vec<usize>,
 }
 
 impl Answers<'_> {
@@ -128,7 +128,7 @@ impl Replies for Answers<'_> {
         Ok(())
     }
 
-    /// A server that shuts down ends the connection: another one may follow it.
+    /// A server that shuts down closes the connection: another one may follow it.
     fn error(&mut self, cookie: u64, error: u32, words: &str) -> Outcome<()> {
         let asked = self.asked(cookie)?;
         asked.request.message(cookie)?;
@@ -187,20 +187,20 @@ mod tests {
         asked
     }
 
-    fn answers<'a>(asked: &'a mut Slab<Asked>, ended: &'a mut Vec<usize>) -> Answers<'a> {
-        Answers { asked, context: Some(1), ended }
+    fn answers<'a>(asked: &'a mut Slab<Asked>, completed: &'a mut Vec<usize>) -> Answers<'a> {
+        Answers { asked, context: Some(1), completed }
     }
 
     #[test]
     fn a_read_ends_when_each_part_was_answered_with_its_bytes() {
-        let (mut asked, mut ended) = (table(Command::Read, 2000), Vec::new());
-        let mut it = answers(&mut asked, &mut ended);
+        let (mut asked, mut completed) = (table(Command::Read, 2000), Vec::new());
+        let mut it = answers(&mut asked, &mut completed);
         let second = 1 << 32;
         assert_eq!(it.simple(second, 0), Ok(Some((4096 + 1024, 976))));
         it.done(second).unwrap();
         it.hole(0, 4096, 1000).unwrap();
         it.data(0, 4096 + 1000, 24).unwrap();
         it.done(0).unwrap();
-        assert_eq!(ended, [0]);
+        assert_eq!(completed, [0]);
     }
 }

@@ -1,9 +1,9 @@
 //! What an NBD storage asks of its server, from one connection to the next: which job is asked when,
 //! what its answer means, and what is asked again.
 //!
-//! Invariant: what the server has not answered when a connection ends is asked again on the next one,
-//! behind all changes of the replay log; a flush succeeds only if no change is lost that had ended
-//! before it. Of two changes that overlap, the later one is asked when the earlier one has ended, so
+//! Invariant: what the server has not answered when a connection closes is asked again on the next one,
+//! behind all changes of the replay log; a flush succeeds only if no change is lost that had completed
+//! before it. Of two changes that overlap, the later one is asked when the earlier one has completed, so
 //! that asking again keeps their order; and so is a read behind a change that is asked again. It does
 //! no I/O and reads no clock: bytes and the time are given to it, so that a simulation runs it as the
 //! thread does.
@@ -92,7 +92,7 @@ pub(super) struct Session {
     outgoing: VecDeque<Outgoing>,
     /// Bytes of the first outgoing request that the socket has taken.
     sent: usize,
-    ended: Vec<usize>,
+    completed: Vec<usize>,
     log: ReplayLog,
     limits: Limits,
     /// Changes of the log that are asked again, and are first among the waiting and asked jobs.
@@ -126,7 +126,7 @@ impl Session {
             next_number: 0,
             outgoing: VecDeque::new(),
             sent: 0,
-            ended: Vec::new(),
+            completed: Vec::new(),
             log: ReplayLog::new(limits),
             limits,
             replays: 0,
@@ -145,7 +145,7 @@ impl Session {
         self.waiting.is_empty() && self.asked.is_empty()
     }
 
-    /// Requests that are asked again if the connection ends now.
+    /// Requests that are asked again if the connection closes now.
     pub(super) fn repeatable(&self) -> usize {
         self.asked.len() + self.log.len()
     }
@@ -166,9 +166,9 @@ impl Session {
 
     /// Ends the jobs that the server has answered; `now` is the time. Returns whether there was one.
     pub(super) fn finish_answered(&mut self, now: Duration) -> bool {
-        let ended = std::mem::take(&mut self.ended);
-        let any = !ended.is_empty();
-        for index in ended {
+        let completed = std::mem::take(&mut self.completed);
+        let any = !completed.is_empty();
+        for index in completed {
             let asked = self.asked.remove(index);
             self.asked_bytes -= asked.job.range.len;
             self.repeats -= usize::from(asked.job.is_repeat());
@@ -294,7 +294,7 @@ impl Session {
                 }
             }
             (_, errno) if replay => {
-                let what = "a write that had ended is lost: no flush succeeds until nowait is \
+                let what = "a write that had completed is lost: no flush succeeds until nowait is \
                             started again";
                 tracing::error!(
                     "{}: the server answered error {errno} to it again, {what}",
@@ -365,10 +365,10 @@ impl Session {
             State::Connected(export) => export.context,
             State::Lost { .. } | State::Changed => None,
         };
-        Answers { asked: &mut self.asked, context, ended: &mut self.ended }
+        Answers { asked: &mut self.asked, context, completed: &mut self.completed }
     }
 
-    /// The connection has ended: everything that is not answered waits again, behind the changes of
+    /// The connection is closed: everything that is not answered waits again, behind the changes of
     /// the replay log.
     pub(super) fn lose(&mut self, why: &str, now: Duration) {
         let outage = self.outage.get_or_insert_with(|| {
@@ -405,7 +405,7 @@ impl Session {
         self.repeats = 0;
         self.outgoing.clear();
         self.sent = 0;
-        self.ended.clear();
+        self.completed.clear();
     }
 
     /// Puts a job behind the replays that wait, before all others.
@@ -415,7 +415,7 @@ impl Session {
         self.waiting.insert(at, job);
     }
 
-    /// Ends the flushes that wait, if every change that has ended is durable: they need no server.
+    /// Ends the flushes that wait, if every change that has completed is durable: they need no server.
     fn end_idle_flushes(&mut self) {
         if !self.log.is_empty() || self.log.has_lost() || self.replays > 0 {
             return;

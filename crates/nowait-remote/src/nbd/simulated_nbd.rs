@@ -36,7 +36,7 @@ pub struct SimNbdRequest {
     pub op: Op,
     /// The range in bytes, within the export.
     pub range: ByteRange,
-    /// A write is durable when it ends.
+    /// A write is durable when it completes.
     pub durable: bool,
     /// The data of a write.
     pub data: Vec<u8>,
@@ -139,7 +139,7 @@ impl SimulatedNbd {
     }
 
     /// `bytes` have come from the server, received as the real connection receives them: the data of
-    /// a read into its memory. What breaks the protocol ends the connection.
+    /// a read into its memory. What breaks the protocol closes the connection.
     pub fn receive(&mut self, bytes: &[u8], now: Duration) {
         let Some(parser) = &mut self.parser else { return };
         let mut answers = self.session.answers();
@@ -162,7 +162,7 @@ impl SimulatedNbd {
         }
     }
 
-    /// The requests that have ended.
+    /// The requests that have completed.
     pub fn ends(&mut self) -> Vec<SimNbdEnd> {
         let mut ends = Vec::new();
         self.calls.retain(|(tag, call)| match call.take() {
@@ -176,7 +176,7 @@ impl SimulatedNbd {
         ends
     }
 
-    /// Whether it has given up a change that had ended: no flush succeeds.
+    /// Whether it has given up a change that had completed: no flush succeeds.
     #[must_use]
     pub fn has_lost(&self) -> bool {
         self.session.log().has_lost()

@@ -66,7 +66,7 @@ enum Origin {
     Store,
 }
 
-/// A step that has ended.
+/// A step that has completed.
 enum Done {
     Looked(Range<u64>, Purpose, Vec<Cached>),
     Fetched(Range<u64>, Purpose, Result<Vec<u8>, Fault>),
@@ -138,7 +138,7 @@ impl BlockFetcher {
         }
     }
 
-    /// Serves until the storage is closed and its last read has ended.
+    /// Serves until the storage is closed and its last read has completed.
     pub(super) async fn run(mut self) {
         let mut open = true;
         loop {

@@ -47,13 +47,11 @@ pub fn run_credential_processes_by(run: RunCredentialProcess) {
     let _ = RUN.set(run);
 }
 
-/// Runs the program of the command line `command`, here or in the process that does it for this one. Waits until it has ended,
+/// Runs the program of the command line `command`, here or in the process that does it for this one. Waits until it has exited,
 /// at most 60 s.
 pub(super) fn run(command: &str) -> CredentialOutput {
     if ONLY.get().is_some_and(|only| only != command) {
-        return CredentialOutput::failed(
-            "has changed since this server was started (restart it)",
-        );
+        return CredentialOutput::failed("has changed since this server was started (restart it)");
     }
     match RUN.get() {
         Some(run) => run(command),
@@ -61,7 +59,7 @@ pub(super) fn run(command: &str) -> CredentialOutput {
     }
 }
 
-/// Runs the program of the command line `command`. Waits until it has ended, at most 60 s. With an `owner` it is ended,
+/// Runs the program of the command line `command`. Waits until it has exited, at most 60 s. With an `owner` it is ended,
 /// with all processes of its group, when the other end of that socket is closed.
 #[must_use]
 pub fn run_credential_process(command: &str, owner: Option<BorrowedFd<'_>>) -> CredentialOutput {
@@ -110,7 +108,7 @@ fn start(words: &[String], in_group: bool) -> io::Result<Child> {
         }
     }
     if in_group {
-        // Signals from a terminal are for the server, with which the program ends.
+        // Signals from a terminal are for the server, with which the program exits.
         command.process_group(0);
     }
     command.spawn()
@@ -124,7 +122,7 @@ struct Program<'a> {
 }
 
 impl Program<'_> {
-    /// Appends its standard output and its standard error to `printed` until it has ended.
+    /// Appends its standard output and its standard error to `printed` until it has exited.
     ///
     /// # Errors
     /// The end of a sentence about the program: it does not end in time, has failed or prints too much.
@@ -133,7 +131,7 @@ impl Program<'_> {
         if ended.is_err() {
             self.kill();
         }
-        // One that was killed has ended; another one has ended before.
+        // One that was killed has exited; another one has exited before.
         let status = self.child.wait();
         ended?;
         match status {
@@ -184,7 +182,7 @@ impl Program<'_> {
     }
 
     fn kill(&mut self) {
-        // It may have ended by itself.
+        // It may have exited by itself.
         if self.owner.is_some() {
             let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
         }

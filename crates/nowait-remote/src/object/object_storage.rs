@@ -234,7 +234,7 @@ impl Storage for ObjectStorage {
         }
         let range = ByteRange::new(pos, len);
         let (sender, answer) = mpsc::channel();
-        // A thread that has ended drops it: then there is no answer.
+        // A thread that has exited drops it: then there is no answer.
         let _ = self.jobs.send(ReadJob::new(range, Origin::Call(sender)));
         let data = answer.recv().unwrap_or(Err(libc::EIO));
         let data = data.map_err(|errno| Error::new(errno, Operation::Read).at(range))?;

@@ -139,7 +139,7 @@ impl ObjectUpload {
 
     /// Sends part `index`, counted from 0. Each is sent once.
     pub fn send(&self, index: usize, data: Vec<u8>) {
-        // Where the thread has ended, `complete` fails.
+        // Where the thread has exited, `complete` fails.
         let _ = self.jobs.as_ref().map(|jobs| jobs.send(Job::Send(index, data)));
     }
 

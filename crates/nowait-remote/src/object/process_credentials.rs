@@ -34,8 +34,8 @@ struct Shared {
     profile: String,
     command: String,
     state: Mutex<State>,
-    /// The program has ended, for those who wait for that with a thread and without.
-    ended: Condvar,
+    /// The program has exited, for those who wait for that with a thread and without.
+    exited: Condvar,
     ended_later: Notify,
 }
 
@@ -87,7 +87,7 @@ impl ProcessCredentials {
                 Step::Use(_) => break,
                 Step::Fail(why) => return Err(why),
                 Step::Wait => {
-                    drop(credentials.0.ended.wait(state).unwrap_or_else(PoisonError::into_inner));
+                    drop(credentials.0.exited.wait(state).unwrap_or_else(PoisonError::into_inner));
                 }
             }
         }
@@ -106,7 +106,7 @@ impl ProcessCredentials {
             profile: profile.to_owned(),
             command: command.to_owned(),
             state: Mutex::new(state),
-            ended: Condvar::new(),
+            exited: Condvar::new(),
             ended_later: Notify::new(),
         }))
     }
@@ -161,7 +161,7 @@ impl ProcessCredentials {
             Err(why) if ran.messages.is_empty() => self.note_failure(&mut state, &why),
             Err(why) => self.note_failure(&mut state, &format!("{why}: {}", ran.messages)),
         }
-        self.0.ended.notify_all();
+        self.0.exited.notify_all();
         self.0.ended_later.notify_waiters();
     }
 
@@ -180,7 +180,7 @@ impl ProcessCredentials {
     }
 }
 
-/// The credentials in the `output` of a program that has just ended.
+/// The credentials in the `output` of a program that has just exited.
 fn known_of(output: &[u8]) -> Result<Known, &'static str> {
     let (credential, end) = credential_process::parse(output)?;
     let now = SystemTime::now();
@@ -198,13 +198,13 @@ impl CredentialProvider for ProcessCredentials {
 
     async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
         loop {
-            let mut ended = std::pin::pin!(self.0.ended_later.notified());
+            let mut exited = std::pin::pin!(self.0.ended_later.notified());
             // Before the look at the state: an end after that is not missed.
-            ended.as_mut().enable();
+            exited.as_mut().enable();
             let step = self.step(&mut self.lock());
             match step {
                 Step::Use(credential) => return Ok(credential),
-                Step::Wait => ended.await,
+                Step::Wait => exited.await,
                 Step::Fail(why) => {
                     let source = Box::new(BadAnswer::NoCredentials(why));
                     return Err(object_store::Error::Generic { store: "S3", source });
@@ -247,7 +247,7 @@ mod tests {
             match credentials.step(&mut state) {
                 Step::Fail(why) => return why,
                 Step::Use(_) => panic!("credentials"),
-                Step::Wait => drop(credentials.0.ended.wait(state).unwrap()),
+                Step::Wait => drop(credentials.0.exited.wait(state).unwrap()),
             }
         };
         let told = "the program of the profile 'p' (credential_process) exited with status 1: it is locked";

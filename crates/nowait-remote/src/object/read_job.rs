@@ -1,6 +1,6 @@
 //! A read of an object, and where its bytes go.
 //!
-//! Invariant: a read ends once, with all of its bytes or with an error; one that is dropped ends with
+//! Invariant: a read completes once, with all of its bytes or with an error; one that is dropped ends with
 //! `EIO`.
 
 use std::sync::mpsc::Sender;

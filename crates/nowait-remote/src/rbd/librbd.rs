@@ -26,7 +26,7 @@ const THICK_PROVISION: c_int = 1;
 /// The result of an iteration that is not to go on.
 const CANCELLED: c_int = -libc::ECANCELED;
 
-/// The option with the number of threads on which librbd ends requests, and its default.
+/// The option with the number of threads on which librbd completes requests, and its default.
 ///
 /// One thread instead takes many answers each time it wakes up; two wake each other, for a third more
 /// processor time a read.
@@ -485,7 +485,7 @@ impl InFlight {
 enum Step {
     Read,
     Write,
-    /// The write has ended, and is made durable.
+    /// The write has completed, and is made durable.
     Flush,
 }
 
@@ -544,7 +544,7 @@ impl Flight {
         }
     }
 
-    /// The step has ended.
+    /// The step has completed.
     fn end(mut self: Box<Self>, result: Result<usize, i32>) {
         let transfer = match (self.transfer.take(), &result) {
             (Some(transfer), Err(errno)) => return transfer.fail(*errno),
@@ -569,7 +569,7 @@ impl Drop for Flight {
     }
 }
 
-/// Called by the library on a thread of its own when a step has ended.
+/// Called by the library on a thread of its own when a step has completed.
 unsafe extern "C" fn on_end(completion: Handle, flight: *mut c_void) {
     // SAFETY: it is the flight of `Flight::begin`, which the library gives back once.
     let flight = unsafe { Box::from_raw(flight.cast::<Flight>()) };

@@ -171,7 +171,7 @@ fn requests_fail_when_the_time_is_over_and_succeed_when_the_server_is_there_agai
     assert!(disk.keeps_unsynced());
     server.change(|it| it.absent = false);
     let found = wait_for("the server", || read(&disk, 0, 4096).map_err(|error| error.to_string()));
-    // The write that had ended was lost with the server, and was made again.
+    // The write that had completed was lost with the server, and was made again.
     assert_eq!(found, [3; 4096]);
     disk.sync().unwrap();
     assert_eq!(server.durable()[..4096], [3; 4096]);

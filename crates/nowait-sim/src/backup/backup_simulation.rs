@@ -231,10 +231,10 @@ impl BackupSimulation {
             }
             self.work(random)?;
         }
-        Err(Violation::new("a request never ends".to_owned()))
+        Err(Violation::new("a request never completes".to_owned()))
     }
 
-    /// Ends the run: all that is in flight ends, and the whole of the backup is read.
+    /// Ends the run: all that is in flight completes, and the whole of the backup is read.
     ///
     /// # Errors
     /// As [`BackupSimulation::step`].

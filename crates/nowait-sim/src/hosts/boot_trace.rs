@@ -22,7 +22,7 @@ pub(super) fn blocks_of(pos: u64, len: u64) -> std::ops::Range<u64> {
 /// The reads of a boot: those of each process in each phase.
 #[derive(Debug)]
 pub(super) struct BootTrace {
-    /// The reads of each process in each phase: one begins when all reads of the one before have ended.
+    /// The reads of each process in each phase: one begins when all reads of the one before have completed.
     phases: Vec<Vec<Vec<Read>>>,
     blocks: u64,
     seed: u64,

@@ -70,7 +70,7 @@ pub(super) enum Event {
     Idle(Attempt),
 }
 
-/// A request that has not ended.
+/// A request that has not completed.
 #[derive(Debug)]
 pub(super) struct Request {
     /// The host or rack's server that asks.

@@ -97,7 +97,7 @@ impl Site {
         self.downloads
     }
 
-    /// Whether a download has ended.
+    /// Whether a download has completed.
     pub(super) fn is_downloaded(&self) -> bool {
         self.downloads && self.cursor.is_none() && self.ahead == 0
     }
@@ -187,7 +187,7 @@ impl Site {
         }
     }
 
-    /// A request ends; its bytes are here if it was `answered`.
+    /// A request completes; its bytes are here if it was `answered`.
     pub(super) fn end(&mut self, purpose: Purpose, pos: u64, len: u64, answered: bool) {
         self.ahead -= u32::from(purpose.is_ahead());
         if answered {

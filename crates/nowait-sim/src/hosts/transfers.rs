@@ -1,6 +1,6 @@
 //! The requests between sites and origins, from the read that needs them to their end.
 //!
-//! Invariant: a request ends once, with its bytes or with an error, and what waits for it is told;
+//! Invariant: a request completes once, with its bytes or with an error, and what waits for it is told;
 //! an event of an attempt that was given up changes nothing.
 
 use std::time::Duration;
@@ -196,15 +196,15 @@ impl Transfers {
             Event::Sent(origin) => self.sent(origin),
             Event::Again(attempt) if self.runs(attempt) => self.attempt(attempt.request),
             Event::Ended(attempt) if self.runs(attempt) => {
-                self.ended(attempt.request);
+                self.completed(attempt.request);
             }
             Event::Idle(attempt) if self.runs(attempt) => self.idle(attempt),
             Event::Again(_) | Event::Ended(_) | Event::Idle(_) => {}
         }
     }
 
-    /// The running attempt of a request has ended.
-    fn ended(&mut self, number: u32) {
+    /// The running attempt of a request has completed.
+    fn completed(&mut self, number: u32) {
         let Some(request) = self.requests.get(number as usize) else { return };
         let (now, fate) = (Duration::from_nanos(self.timeline.now()), request.fate);
         let site = self.sites.get_mut(request.site as usize);
@@ -312,7 +312,7 @@ impl Transfers {
         self.timeline.at(at, Event::Again(attempt));
     }
 
-    /// The request has ended.
+    /// The request has completed.
     fn finish(&mut self, number: u32, well: bool) {
         let Some(request) = self.requests.try_remove(number as usize) else { return };
         let host = request.site;

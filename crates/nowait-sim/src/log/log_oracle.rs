@@ -166,7 +166,7 @@ impl LogOracle {
         self.ceiling = self.ceiling.max(position);
     }
 
-    /// A truncation has ended, and the log starts at `start`, durably.
+    /// A truncation has completed, and the log starts at `start`, durably.
     pub(super) fn truncated(&mut self, start: u64) {
         self.floor = self.floor.max(start);
         let kept = self.durable.split_off(&self.floor);

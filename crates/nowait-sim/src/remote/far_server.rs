@@ -310,7 +310,7 @@ impl FarServer {
         self.output.drain(..count).collect()
     }
 
-    /// The connection ends: some requests are done, and no reply to them is sent. The network brings
+    /// The connection closes: some requests are done, and no reply to them is sent. The network brings
     /// some of the bytes that were sent. Returns whether a flush has failed, of which the storage does
     /// not learn.
     pub(super) fn disconnect(&mut self, random: &mut Random) -> bool {

@@ -1,6 +1,6 @@
 //! The oracle of a storage behind a network: which ends its requests may have.
 //!
-//! Invariant: each request that has begun ends here once. Rules of docs/contract.md: C17, C18, C41,
+//! Invariant: each request that has begun is closed here once. Rules of docs/contract.md: C17, C18, C41,
 //! C49, C51 and C52, as those of the model; and those of docs/remote.md: an error has a reason, and a
 //! storage that has given up a change lets no flush succeed.
 
@@ -26,7 +26,7 @@ struct Flight {
 pub(super) struct Outlook {
     /// The export is another one, or requests have waited long enough.
     pub(super) is_gone: bool,
-    /// It has given up a change that had ended.
+    /// It has given up a change that had completed.
     pub(super) has_lost: bool,
 }
 

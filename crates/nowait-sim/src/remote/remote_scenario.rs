@@ -62,7 +62,7 @@ pub struct RemoteRequest {
     pub op: Op,
     /// The range in bytes.
     pub range: ByteRange,
-    /// A write is durable when it ends.
+    /// A write is durable when it completes.
     pub durable: bool,
 }
 

@@ -15,7 +15,7 @@ use crate::remote::remote_scenario::{RemoteAction, RemoteRequest, RemoteScenario
 use crate::remote::volatile_disk::UNIT;
 use crate::simulation::Counts;
 
-/// Iterations after which a request that has not ended is considered stuck, and the time that each of
+/// Iterations after which a request that has not completed is considered stuck, and the time that each of
 /// them takes.
 const MAX_ITERATIONS: u32 = 20_000;
 const ITERATION: Duration = Duration::from_millis(20);
@@ -246,7 +246,7 @@ impl RemoteSimulation {
         Ok(())
     }
 
-    /// Runs until all requests have ended, with a server that is well.
+    /// Runs until all requests have completed, with a server that is well.
     fn settle(&mut self, random: &mut Random) -> Result<(), Violation> {
         self.server.mend();
         for _ in 0..MAX_ITERATIONS {
@@ -261,7 +261,7 @@ impl RemoteSimulation {
             self.receive(ALL, random)?;
             self.poll(random)?;
         }
-        Err(Violation::new(format!("never ends: {:?}", self.oracle.first())))
+        Err(Violation::new(format!("never completes: {:?}", self.oracle.first())))
     }
 
     /// Ends the run: all requests end, all content is read, and what was flushed survives.

@@ -119,7 +119,7 @@ impl<S: SystemUnderTest> Simulation<S> {
             }
             self.work(random)?;
         }
-        Err(Violation::new(format!("never ends beside other exports: {change:?}")))
+        Err(Violation::new(format!("never completes beside other exports: {change:?}")))
     }
 
     /// Runs until all clients were left. False if the system has failed meanwhile.

@@ -32,7 +32,7 @@ impl Observer for FileObserver {
         journal.push(Event::Begun(*file, change))
     }
 
-    fn ended(&self, begun: usize) {
+    fn completed(&self, begun: usize) {
         if let Some((journal, _)) = &self.journal {
             journal.push(Event::Ended(begun));
         }

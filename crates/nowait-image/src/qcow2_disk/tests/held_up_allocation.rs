@@ -96,7 +96,7 @@ impl Player {
         self.engine.poll().unwrap();
     }
 
-    /// Runs until `count` requests have ended. A read has to return the bytes that `read` gives for
+    /// Runs until `count` requests have completed. A read has to return the bytes that `read` gives for
     /// its tag.
     fn until_done(&mut self, count: usize, read: impl Fn(u64) -> Vec<u8>) {
         while self.done.len() < count {

@@ -1,8 +1,8 @@
 //! A record of all operations on the files of an image, and of the files' contents after a power
 //! cut.
 //!
-//! Invariant: an operation on a file that ended before a sync of it began is durable once the sync
-//! has ended; of all others any part may be durable, in sectors. Of two writes to one sector the
+//! Invariant: an operation on a file that completed before a sync of it began is durable once the sync
+//! has completed; of all others any part may be durable, in sectors. Of two writes to one sector the
 //! later one is never lost to the earlier.
 
 use std::collections::HashMap;
@@ -23,7 +23,7 @@ const SECTOR: u64 = 512;
 pub(crate) enum Event {
     /// A change of this file was begun.
     Begun(usize, Change),
-    /// The operation that began as the event with this number has ended.
+    /// The operation that began as the event with this number has completed.
     Ended(usize),
     /// A note of the test about its position in the record.
     Mark(crate::qcow2_disk::tests::power_cut::Mark),
@@ -115,7 +115,7 @@ impl FileContents {
 
 /// Which of `events` are certainly durable.
 fn durable(events: &[Event], files: usize) -> Vec<bool> {
-    // The last sync of each file that has ended.
+    // The last sync of each file that has completed.
     let mut synced = vec![0; files];
     for event in events {
         if let &Event::Ended(begun) = event
