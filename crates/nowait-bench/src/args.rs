@@ -245,7 +245,7 @@ pub enum What {
     Isolation,
     /// The engine's simple path on and off: 4K random, all of the library's interfaces
     Simple,
-    /// Writes finished where they are reaped, and after a detour
+    /// Writes completed by the thread that reaps them, and by a detour over another
     Completion,
     /// Segments all together, and one after the other; small segments merged or not
     Vectored,

@@ -254,7 +254,7 @@ mod tests {
             ("nowait stop", "'nowait status'"),
             ("nowait serve a --listen :1", "'--nbd tcp:HOST:PORT'"),
             ("nowait copy a b -S 4k", "'--sparse 4K'"),
-            ("nowait info a --backing-chain", "names what it stands on"),
+            ("nowait info a --backing-chain", "names its backing image"),
             ("nowait create a --size 1G", "'nowait create IMAGE 10G'"),
             ("nowait -v", "'nowait --version'"),
             ("nowait check a -r all", "--repair"),

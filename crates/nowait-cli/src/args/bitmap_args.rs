@@ -8,7 +8,7 @@ use nowait_daemon::config::start_bitmap::StartBitmap;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Exports")]
 pub(crate) struct ServeBitmapArgs {
-    /// Note what clients change from the start on, in a dirty bitmap with this name; can be given more than once
+    /// Record what clients change, from the start on, in a dirty bitmap with this name; can be given more than once
     ///
     /// EXPORT is the name of one of several IMAGEs; the first without it. A NAME with an equals sign in it
     /// needs EXPORT, which may be empty. A bit stands for 64 KiB; 'nowait export bitmap add' has other sizes.

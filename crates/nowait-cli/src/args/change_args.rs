@@ -185,8 +185,7 @@ impl Change {
 ///
 /// The backing file grows if the overlay's disk is larger. When all is on storage there, the
 /// overlay is emptied; it stays usable, and reads the same before, after and at any moment between,
-/// also if the commit is killed or the power is cut. What was cut short is done again by another
-/// commit.
+/// also if the commit is killed or the power is cut. After an interruption, commit again.
 ///
 /// Both are locked and must not be in use. Other overlays that stand on the backing file see it
 /// change and become worthless: nowait cannot know of them.

@@ -28,8 +28,8 @@ pub(crate) struct ServeControlArgs {
     ///
     /// It speaks HTTP: docs/control.md and docs/control.openapi.json say what. The Unix socket is for
     /// you and for root only. Without this it is in $XDG_RUNTIME_DIR/nowait, else in /tmp/nowait-UID,
-    /// where the commands find it. tcp: is beside it, on a loopback address with a token, or on any
-    /// with --control-tls-certs.
+    /// where the commands find it. tcp: comes in addition to it: on a loopback address with a token, or on any with
+    /// --control-tls-certs.
     #[arg(long, value_name = "ADDRESS", value_parser = OsStringValueParser::new().try_map(|text| ControlAddress::parse(&text)))]
     control: Vec<ControlAddress>,
 
@@ -125,7 +125,7 @@ pub(crate) struct ServerArgs {
 
 /// Show the running servers of this user, their exports and what these do
 ///
-/// Each server tells it at its control socket, which is found by itself.
+/// Each server is asked at its control socket, which is found automatically.
 #[derive(Debug, Args)]
 #[command(after_help = STATUS_AFTER_HELP)]
 pub(crate) struct StatusArgs {
@@ -275,7 +275,7 @@ pub(crate) enum ExportAction {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Change the share of an export beside others on the same thread
+    /// Change an export's share of a thread that serves others, too
     ///
     /// Exports that always have much to move share the serving threads by their weights, whatever numbers
     /// of clients they have.
@@ -288,7 +288,7 @@ pub(crate) enum ExportAction {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Refuse changes of an export from the next request on, or no more
+    /// Make an export read-only from the next request on, or writable again
     ///
     /// Writes fail with EPERM, those of virtual machines with an I/O error. Clients are told that the
     /// disk is read-only when they connect again.
@@ -345,7 +345,7 @@ pub(crate) struct OneBitmap {
 /// The actions on bitmaps.
 #[derive(Debug, Subcommand)]
 pub(crate) enum BitmapAction {
-    /// Add a bitmap: what is changed from now on is noted in it
+    /// Add a bitmap, which records what is changed from now on
     Add {
         /// The name of the export, or @ID
         export: String,
@@ -355,7 +355,7 @@ pub(crate) enum BitmapAction {
         /// The bytes that a bit stands for, a power of two from 512 to 64M; 64K without it
         #[arg(long, value_name = "SIZE", value_parser = parse_granularity)]
         granularity: Option<u64>,
-        /// Note nothing before 'enable'
+        /// Record nothing until 'enable'
         #[arg(long)]
         disabled: bool,
         /// Keep it in memory only; without this it is stored in the image, if that is qcow2 and written to
@@ -419,9 +419,9 @@ pub(crate) struct EndedBackups {
 pub(crate) enum BackupAction {
     /// Begin backups of disks as they are at one instant; if one cannot begin, none does
     Start(StartedBackups),
-    /// End backups that were read: the frozen bits are forgotten
+    /// Finish backups that were read: the frozen bits are dropped
     Commit(EndedBackups),
-    /// End backups: what was noted up to their instant is noted in the bitmap again
+    /// Drop backups: what was dirty at their instant is dirty in the bitmap again
     Abort(EndedBackups),
     /// Show the backups that have not ended
     List {

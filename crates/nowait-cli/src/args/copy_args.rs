@@ -30,8 +30,8 @@ const CONNECTIONS: u16 = 4;
 /// of an NBD export: nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH, with %XX for special
 /// characters; with nbds in place of nbd for TLS; or an object of a store: s3://BUCKET/KEY,
 /// gs://BUCKET/KEY or az://CONTAINER/KEY. FROM may also be a file of a web server (https://HOST/PATH).
-/// Of a qcow2 image the disk that is in it is copied, with all that it stands on. A new one stands
-/// on nothing.
+/// Of a qcow2 image the disk that is in it is copied, with all that it stands on. A new qcow2 image has no backing
+/// file.
 ///
 /// Holes are not read. What reads as zeros in FROM is a hole in a new file; in a block device or an
 /// export it is made zero without sending zeros where that is possible, and skipped where the export

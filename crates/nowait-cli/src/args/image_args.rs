@@ -150,7 +150,7 @@ pub(crate) enum MapOutput {
     Json,
 }
 
-/// Check whether the metadata of a qcow2 image holds together
+/// Check whether the metadata of a qcow2 image is consistent
 ///
 /// Counts leaks (clusters that only take space) and corruptions (anything that can lead to wrong
 /// data), as qemu-img check does, and exits as it does. Images below IMAGE are not checked.

@@ -10,10 +10,10 @@ use nowait_daemon::config::ServeConfig;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Lifetime")]
 pub(crate) struct LifetimeArgs {
-    /// End, as by SIGTERM, when the last client disconnects
+    /// Exit, as by SIGTERM, when the last client disconnects
     ///
-    /// A connection that has not chosen an export is not a client: one that only looks at what there
-    /// is does not end the server, and without any client it waits for one.
+    /// A connection that has not chosen an export is not a client: one that only lists the exports does not stop the
+    /// server, and a server that has had no client waits for one.
     #[arg(long)]
     pub(crate) exit_with_last_client: bool,
 

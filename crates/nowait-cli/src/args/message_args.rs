@@ -11,9 +11,9 @@ use nowait_daemon::config::choices::Threshold;
 pub(crate) struct MessageArgs {
     /// Warn of requests that take longer than TIME, such as 500ms, 10s or 2m; off: of none [default: 10s]
     ///
-    /// A request counts from when it goes to storage to its end; the time that is told is at most a
-    /// quarter of TIME too short. One that does not end is warned of, too. The same is said once in
-    /// 30 s at most.
+    /// A request is timed from its submission to storage until it completes; the time in the warning is at most a
+    /// quarter of TIME too short. One that does not complete is warned of, too. The same warning is repeated
+    /// every 30 s at most.
     #[arg(long, value_name = "TIME", value_parser = str::parse::<Threshold>)]
     slow_requests: Option<Threshold>,
 }

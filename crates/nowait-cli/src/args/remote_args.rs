@@ -19,8 +19,8 @@ pub(crate) struct AuthArgs {
     ///
     /// Each line is 'bearer TOKEN', 'basic USER:PASSWORD' or a header, 'NAME: VALUE'; a file with a
     /// token alone will do. Lines after 'host HOST[:PORT]' are for that server only, those before the
-    /// first such line for all that the command names. Nothing of it is sent to another server to
-    /// which one redirects. It is read again when a server refuses it (401, 403), so a program that
+    /// first such line for all that the command names. None of it is sent to another server that one redirects to. It
+    /// is read again when a server refuses it (401, 403), so a program that
     /// renews a token only has to replace the file.
     #[arg(long, value_name = "FILE", value_parser = OsStringValueParser::new().try_map(file_for_objects))]
     pub(crate) http_auth: Option<PathBuf>,
@@ -49,25 +49,25 @@ pub(crate) struct RemoteArgs {
     #[arg(value_parser = clap::value_parser!(u64).range(0..=MAX_RECONNECT))]
     reconnect: Option<u64>,
 
-    /// How many bytes of an answer of an object store have to come a second; 0: any number but none [default: 1K]
+    /// The fewest bytes a second that an object store may send of an answer; with 0 any progress will do [default: 1K]
     ///
-    /// A slower answer is asked for again, as one that stops: on average over 20 s, or --reconnect if
-    /// that is less. So a server that sends a byte now and then is an error after --reconnect.
+    /// An answer that is slower, on average over 20 s, or over --reconnect if that is less, counts as one that has
+    /// stopped: it is requested again. So a server that sends a byte now and then is an error after --reconnect.
     #[arg(long, value_name = "BYTES")]
     #[arg(value_parser = size::parse_with_zero)]
     minimum_rate: Option<u64>,
 
-    /// Where blocks of objects (s3://, https:// and others) stay when they were read, for this server
-    /// and for others of this user on this host; made if it is not there
+    /// Where blocks of objects (s3://, https:// and others) are kept once they were read, for this server and for
+    /// others of this user on this host; made if it is not there
     ///
-    /// At most SIZE bytes, 10G unless given: what was used longest ago goes. Each block has a
+    /// At most SIZE bytes, 10G unless given: the least recently used blocks go first. Each block has a
     /// checksum, so a crash or a foreign file costs a second fetch and nothing else. QEMU's cache
     /// modes (none, writeback, …) are --direct here.
     #[arg(long, value_name = "DIR[,size=SIZE]")]
     #[arg(value_parser = OsStringValueParser::new().try_map(|text| parse_cache(&text)))]
     pub(crate) cache: Option<CacheOptions>,
 
-    /// How much memory blocks of all objects (s3://, https:// and others) have together, at least 8M [default: 256M]
+    /// Memory for the blocks of all objects (s3://, https:// and others) together, at least 8M [default: 256M]
     ///
     /// It keeps the blocks that were read last, at most 32M of each object; the least recently used one is replaced first.
     #[arg(long, value_name = "SIZE", value_parser = notation::parse_memory)]
@@ -77,8 +77,8 @@ pub(crate) struct RemoteArgs {
     #[arg(long, value_name = "FILE", value_parser = OsStringValueParser::new().try_map(file_for_objects))]
     pub(crate) record: Option<PathBuf>,
 
-    /// Fetch the blocks of objects that FILE, written by --record, names into the cache, in its order,
-    /// beside what clients read
+    /// Fetch the blocks of objects that FILE, written by --record, names into the cache, in its order, while clients
+    /// are served
     #[arg(long, value_name = "FILE")]
     #[arg(value_parser = OsStringValueParser::new().try_map(file_for_objects))]
     pub(crate) prefetch: Option<PathBuf>,

@@ -63,7 +63,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     config: Option<PathBuf>,
 
-    /// Print the options in effect as a file for --config, and end: nothing is opened or checked on disk
+    /// Print the options in effect as a file for --config, and exit: nothing is opened or checked on disk
     #[arg(long)]
     pub(crate) print_config: bool,
 
@@ -207,7 +207,7 @@ pub(crate) struct ServeArgs {
     #[arg(help_heading = "Speed", long, value_name = "QUEUE", value_enum)]
     queue: Option<QueueKind>,
 
-    /// Poll the device for the end of each request, instead of sleeping until its interrupt comes
+    /// Poll the device for the completion of each request, instead of sleeping until its interrupt comes
     ///
     /// Saves microseconds on a fast device; costs a processor as long as requests are in flight. It
     /// needs io_uring (so no --queue), direct I/O, and a device with queues for polling, as NVMe has

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use clap_complete::Shell;
 
-/// Print what makes a shell complete nowait's commands and options
+/// Print the script by which a shell completes nowait's commands and options
 ///
 /// It goes to standard output, and from there to where the shell looks for it.
 #[derive(Debug, Args)]

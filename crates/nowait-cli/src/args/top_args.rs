@@ -21,7 +21,7 @@ pub(crate) struct TopArgs {
 
 const AFTER_HELP: &str = "\
 Keys:
-  q, Esc, Ctrl-C   end
+  q, Esc, Ctrl-C   quit
   ?                help: the columns
 
 Columns that a narrow terminal has no place for are left out: the image first,

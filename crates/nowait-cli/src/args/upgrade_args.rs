@@ -10,7 +10,7 @@ use crate::args::control_args::ServerArgs;
 ///
 /// The new program takes over the sockets, the locks of the images and the connections of NBD
 /// clients. If it is not ready in time, the old one goes on as if nothing had happened.
-/// Connections with TLS end after their requests in flight: their keys cannot be handed over.
+/// Connections with TLS are closed after their requests in flight: their keys cannot be handed over.
 #[derive(Debug, Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct UpgradeArgs {
