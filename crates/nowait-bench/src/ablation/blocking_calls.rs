@@ -15,8 +15,8 @@ use nowait::{BlockMap, Flags};
 use crate::ablation::closed_loop::{Interval, StopCondition};
 use crate::ablation::fixture::Fixture;
 use crate::ablation::gain_table::Sample;
-use crate::offsets::Offsets;
-use crate::workload::{Direction, Workload};
+use crate::offsets::{Offsets, Region};
+use crate::workload::{Direction, Order, Workload};
 
 /// A loop that measures no latencies reads the clock once in so many calls.
 const CALLS_PER_CLOCK_READ: u64 = 64;
@@ -146,6 +146,47 @@ pub(crate) fn in_threads(
         io::Result::Ok(all)
     })?;
     all.ok_or_else(|| io::Error::other("no thread"))
+}
+
+/// The loops of several jobs, each on its own part of a region.
+#[derive(Clone, Copy)]
+pub(crate) struct Jobs {
+    pub(crate) count: usize,
+    pub(crate) order: Order,
+    pub(crate) all: Region,
+    /// Whether each block is used once, without a warm-up.
+    pub(crate) once: bool,
+}
+
+impl Jobs {
+    /// Runs the loops that `set_up` returns, one in each job.
+    ///
+    /// # Errors
+    /// As [`in_threads`]; no request was completed.
+    pub(crate) fn run<L>(
+        self,
+        stop_condition: StopCondition<'_>,
+        set_up: impl Fn() -> io::Result<L> + Sync,
+    ) -> io::Result<Sample>
+    where
+        L: FnMut(&mut Offsets, StopCondition<'_>) -> io::Result<Interval>,
+    {
+        let job = |job: usize, gate: &Gate| {
+            let region = self.all.part(job as u64, self.count as u64);
+            let run = set_up();
+            let mut offsets = match self.once {
+                true => Offsets::once(self.order, region, region.start),
+                false => Offsets::endless(self.order, region, 0),
+            };
+            gate.wait();
+            let mut run = run?;
+            if !self.once {
+                run(&mut offsets, stop_condition.warm_up())?;
+            }
+            run(&mut offsets, stop_condition)
+        };
+        in_threads(self.count, job)?.sample(self.all.block as usize)
+    }
 }
 
 /// Lets threads start together although their set-up times differ: counts the threads that have not

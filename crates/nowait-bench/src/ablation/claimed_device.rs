@@ -12,17 +12,20 @@ use nowait::internal::retry_while_claimed;
 use rustix::fs::{FallocateFlags, OFlags, fallocate};
 use rustix::io::Errno;
 
+use crate::ablation::bare_ring::BareRing;
+use crate::ablation::measured_device::{Job, MeasuredDevice};
 use crate::error::Error;
 use crate::test_file::BYTES_MIN;
+use crate::workload::Workload;
 
 const MIB: u64 = 1 << 20;
 /// A block device to measure on.
 pub(crate) struct ClaimedDevice {
     /// As it was given.
-    pub(crate) path: PathBuf,
-    pub(crate) file: File,
+    path: PathBuf,
+    file: File,
     /// Whole megabytes; the rest is not used.
-    pub(crate) bytes: u64,
+    bytes: u64,
 }
 
 impl ClaimedDevice {
@@ -63,12 +66,22 @@ impl ClaimedDevice {
         }
         Ok(ClaimedDevice { path: path.to_owned(), file, bytes: bytes / MIB * MIB })
     }
+}
 
-    /// Gives back the storage of the first `bytes`, which are zeros then.
-    ///
-    /// # Errors
-    /// `ErrorKind::Unsupported` if the device cannot do that.
-    pub(crate) fn discard(&self, bytes: u64) -> io::Result<()> {
+impl MeasuredDevice for ClaimedDevice {
+    fn name(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.file.sync_all()
+    }
+
+    fn discard(&self, bytes: u64) -> io::Result<()> {
         let flags = FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE);
         fallocate(&self.file, flags, 0, bytes).map_err(|errno| match errno {
             Errno::OPNOTSUPP => {
@@ -78,5 +91,10 @@ impl ClaimedDevice {
             errno => errno.into(),
         })?;
         self.file.sync_all()
+    }
+
+    fn job(&self, load: &Workload) -> io::Result<Job> {
+        let mut ring = BareRing::new(&self.file, load)?;
+        Ok(Box::new(move |offsets, stop_condition| ring.run(offsets, stop_condition)))
     }
 }

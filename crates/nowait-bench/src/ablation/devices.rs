@@ -10,17 +10,19 @@ use std::time::Duration;
 use nowait_remote::Location;
 use serde_json::json;
 
-use crate::ablation::blocking_calls::in_threads;
+use crate::ablation::blocking_calls::Jobs;
+use crate::ablation::claimed_device::ClaimedDevice;
 use crate::ablation::closed_loop::StopCondition;
 use crate::ablation::fixture::BYTES_MAX;
 use crate::ablation::gain_table::{Metric, Row, Sample, Table, Unit, cell};
-use crate::ablation::measured_device::MeasuredDevice;
+use crate::ablation::measured_device::{MeasuredDevice, fill};
+use crate::ablation::remote_device::RemoteDevice;
 use crate::ablation::{heading, keep_rows, report};
 use crate::args::What;
 use crate::bench::Bench;
 use crate::error::Error;
 use crate::machine::Machine;
-use crate::offsets::{Offsets, Region};
+use crate::offsets::Region;
 use crate::report::{Report, Reporter};
 use crate::workload::{Direction, Order, Workload};
 
@@ -46,12 +48,12 @@ struct Case {
 pub(crate) fn run_devices(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
     let args = &bench.args;
     let reporter = Reporter::begin(bench, out)?;
-    let open = |location: &Location| MeasuredDevice::open(location, args.overwrite);
+    let open = |location: &Location| open_device(location, args.overwrite);
     let devices = args.device.iter().map(open).collect::<Result<Vec<_>, _>>()?;
-    let bytes = devices.iter().map(MeasuredDevice::bytes).min().unwrap_or(0).min(BYTES_MAX);
+    let bytes = devices.iter().map(|it| it.bytes()).min().unwrap_or(0).min(BYTES_MAX);
     let mut tables = tables(bench, &devices, bytes);
     keep_rows(&mut tables, args.only.as_deref())?;
-    let names: Vec<_> = devices.iter().map(MeasuredDevice::name).collect();
+    let names: Vec<_> = devices.iter().map(|it| it.name()).collect();
     let mib = bytes >> 20;
     let all = names.join(", ");
     let lines = match args.overwrite {
@@ -64,7 +66,7 @@ pub(crate) fn run_devices(bench: &Bench, out: &mut dyn Write) -> Result<Report, 
     if args.overwrite {
         let stop_condition = StopCondition { duration: FILL_TIME, stop: &bench.stop, timed: false };
         for device in &devices {
-            let filled = device.fill(bytes, stop_condition);
+            let filled = fill(&**device, bytes, stop_condition);
             filled.map_err(|error| Error::File {
                 path: device.name().into(),
                 problem: format!("cannot be filled: {error}"),
@@ -82,8 +84,23 @@ pub(crate) fn run_devices(bench: &Bench, out: &mut dyn Write) -> Result<Report, 
     report(tables, heading(&machine, &lines, bench), head, reporter)
 }
 
+/// Opens `location`; with `overwrite` for writing.
+///
+/// # Errors
+/// [`Error::File`]: it is neither, too small, in use, or this user may not open it.
+fn open_device(location: &Location, overwrite: bool) -> Result<Box<dyn MeasuredDevice>, Error> {
+    Ok(match location {
+        Location::File(path) => Box::new(ClaimedDevice::open(path, overwrite)?),
+        _ => Box::new(RemoteDevice::open(location, overwrite)?),
+    })
+}
+
 /// The table of what is on the devices, and that of devices without storage.
-fn tables<'a>(bench: &'a Bench, devices: &'a [MeasuredDevice], bytes: u64) -> Vec<Table<'a>> {
+fn tables<'a>(
+    bench: &'a Bench,
+    devices: &'a [Box<dyn MeasuredDevice>],
+    bytes: u64,
+) -> Vec<Table<'a>> {
     let overwrite = bench.args.overwrite;
     let directions: &[Direction] =
         if overwrite { &[Direction::Read, Direction::Write] } else { &[Direction::Read] };
@@ -120,20 +137,21 @@ fn tables<'a>(bench: &'a Bench, devices: &'a [MeasuredDevice], bytes: u64) -> Ve
 }
 
 impl Case {
-    fn row<'a>(self, bench: &'a Bench, devices: &'a [MeasuredDevice]) -> Row<'a> {
+    fn row<'a>(self, bench: &'a Bench, devices: &'a [Box<dyn MeasuredDevice>]) -> Row<'a> {
         let Workload { direction, order, block_bytes, depth, .. } = self.load;
         let (order, direction) = (order.name(), direction.name());
         let (kib, jobs) = (block_bytes >> 10, self.jobs);
         let plural = if jobs == 1 { "" } else { "s" };
         let title = format!("{kib}K {order} {direction}, {jobs} job{plural}, depth {depth}");
-        let cells =
-            devices.iter().map(|device| cell(device.name(), move || self.measure(device, bench)));
+        let cells = devices
+            .iter()
+            .map(|device| cell(device.name(), move || self.measure(&**device, bench)));
         Row { title, source: None, cells: cells.collect() }
     }
 
     /// Measures the load of each job on its part of the device, after all that was written before is
     /// on storage; on a device without storage at most until each block was written once.
-    fn measure(self, device: &MeasuredDevice, bench: &Bench) -> io::Result<Sample> {
+    fn measure(self, device: &dyn MeasuredDevice, bench: &Bench) -> io::Result<Sample> {
         if bench.args.overwrite {
             device.sync()?;
         }
@@ -143,23 +161,9 @@ impl Case {
         let block = self.load.block_bytes as u64;
         let all = Region { start: 0, bytes: self.bytes, block };
         let once = self.discards && self.load.writes();
-        let stop_condition =
-            StopCondition { duration: bench.args.duration(), stop: &bench.stop, timed: true };
-        let samples = in_threads(self.jobs.into(), |job, gate| {
-            let region = all.part(job as u64, self.jobs.into());
-            let made = device.job(&self.load);
-            let mut offsets = match once {
-                true => Offsets::once(self.load.order, region, region.start),
-                false => Offsets::endless(self.load.order, region, 0),
-            };
-            gate.wait();
-            let mut made = made?;
-            if !once {
-                made.run(&mut offsets, stop_condition.warm_up())?;
-            }
-            made.run(&mut offsets, stop_condition)
-        });
-        samples?.sample(self.load.block_bytes)
+        let jobs = Jobs { count: self.jobs.into(), order: self.load.order, all, once };
+        let (duration, stop) = (bench.args.duration(), &bench.stop);
+        jobs.run(StopCondition { duration, stop, timed: true }, || device.job(&self.load))
     }
 }
 

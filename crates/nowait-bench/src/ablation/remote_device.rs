@@ -9,14 +9,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use nowait::{
-    AnyQueue, BlockDevice, ByteRange, Config, Flags, LinearMap, QueueKind, SingleDisk, Storage,
-    WorkerPool,
+    BlockDevice, ByteRange, Config, Flags, LinearMap, QueueKind, SingleDisk, Storage, WorkerPool,
 };
 use nowait_remote::{Location, RemoteOptions};
 
-use crate::ablation::closed_loop::{Interval, StopCondition, drive};
+use crate::ablation::closed_loop::drive;
+use crate::ablation::measured_device::{Job, MeasuredDevice};
 use crate::error::Error;
-use crate::offsets::Offsets;
 use crate::test_file::BYTES_MIN;
 use crate::workload::Workload;
 
@@ -24,9 +23,9 @@ const MIB: u64 = 1 << 20;
 
 /// An image to measure on.
 pub(crate) struct RemoteDevice {
-    pub(crate) location: Location,
+    location: Location,
     /// Whole megabytes; the rest is not used.
-    pub(crate) bytes: u64,
+    bytes: u64,
     storage: Arc<dyn Storage>,
     disk: Arc<BlockDevice<LinearMap>>,
     workers: WorkerPool,
@@ -56,20 +55,22 @@ impl RemoteDevice {
         let location = location.clone();
         Ok(Self { location, bytes: size / MIB * MIB, storage, disk, workers })
     }
+}
 
-    /// Makes all that was written durable.
-    ///
-    /// # Errors
-    /// That of the storage.
-    pub(crate) fn sync(&self) -> io::Result<()> {
+impl MeasuredDevice for RemoteDevice {
+    fn name(&self) -> String {
+        self.location.to_string()
+    }
+
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn sync(&self) -> io::Result<()> {
         Ok(self.storage.sync()?)
     }
 
-    /// Gives back the storage of the first `bytes`, which are zeros then.
-    ///
-    /// # Errors
-    /// `ErrorKind::Unsupported` if the server cannot do that.
-    pub(crate) fn discard(&self, bytes: u64) -> io::Result<()> {
+    fn discard(&self, bytes: u64) -> io::Result<()> {
         if !self.storage.properties().punch_hole {
             let problem = "the server gives no storage back";
             return Err(io::Error::new(io::ErrorKind::Unsupported, problem));
@@ -78,39 +79,17 @@ impl RemoteDevice {
         self.sync()
     }
 
-    /// A loop of `load` on an engine of its own, for the calling thread.
-    ///
-    /// # Errors
-    /// There are no descriptors or no memory left.
-    pub(crate) fn engine(&self, load: &Workload) -> io::Result<RemoteLoop> {
-        let config = Config::default();
+    fn job(&self, load: &Workload) -> io::Result<Job> {
+        let (load, config) = (*load, Config::default());
         let config = Config {
             slots: config.slots.max(load.depth as u32),
             buffer_bytes: config.buffer_bytes.max(load.depth * load.block_bytes),
             ..config
         };
         let queue = QueueKind::Auto.open(config.slots)?;
-        let engine = SingleDisk::new(self.disk.clone(), self.workers.clone(), queue, config)?;
-        Ok(RemoteLoop { engine, load: *load })
-    }
-}
-
-/// A closed loop on such an image.
-pub(crate) struct RemoteLoop {
-    engine: SingleDisk<AnyQueue, LinearMap>,
-    load: Workload,
-}
-
-impl RemoteLoop {
-    /// Keeps the load's requests in flight until `stop_condition` ends the loop or the offsets run out.
-    ///
-    /// # Errors
-    /// That of the engine or of a request.
-    pub(crate) fn run(
-        &mut self,
-        offsets: &mut Offsets,
-        stop_condition: StopCondition<'_>,
-    ) -> io::Result<Interval> {
-        drive(&mut self.engine, &self.load, Flags::NONE, offsets, stop_condition)
+        let mut engine = SingleDisk::new(self.disk.clone(), self.workers.clone(), queue, config)?;
+        Ok(Box::new(move |offsets, stop_condition| {
+            drive(&mut engine, &load, Flags::NONE, offsets, stop_condition)
+        }))
     }
 }

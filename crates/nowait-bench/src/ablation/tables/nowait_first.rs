@@ -10,8 +10,8 @@ use std::io;
 use nowait::{Config, Flags, OpenOptions, WorkerPool};
 
 use crate::ablation::bare_ring::BareRing;
-use crate::ablation::blocking_calls::{Gate, in_threads};
-use crate::ablation::closed_loop::{Interval, StopCondition, drive};
+use crate::ablation::blocking_calls::Jobs;
+use crate::ablation::closed_loop::{StopCondition, drive};
 use crate::ablation::fixture::{Fixture, ring_engine};
 use crate::ablation::gain_table::{Metric, Row, Sample, Source, Table, Unit, cell};
 use crate::ablation::loop_device::LoopDevice;
@@ -139,11 +139,14 @@ impl Case {
             true => (fixture.sparse(SPARSE_BYTES)?, SPARSE_BYTES, true),
         };
         let load = self.load;
+        let all = Region { start: 0, bytes, block: PAGE_BYTES as u64 };
+        let jobs = Jobs { count: self.jobs, order: load.order, all, once: self.is_sparse };
+        let stop_condition = fixture.stop_condition(true);
         match client {
             Client::Engine(config, options) => {
                 let disk = fixture.cached_disk(&path, options)?;
                 let workers = WorkerPool::default();
-                self.in_jobs(fixture, bytes, || {
+                jobs.run(stop_condition, || {
                     let mut engine = ring_engine(&disk, &workers, config)?;
                     Ok(move |offsets: &mut Offsets, stop_condition: StopCondition<'_>| {
                         drive(&mut engine, &load, Flags::NONE, offsets, stop_condition)
@@ -153,7 +156,7 @@ impl Case {
             Client::LoopDevice => {
                 let device = LoopDevice::over(&path, writable, fixture.direct)?;
                 let file = Fixture::plain(&device.path, writable, true)?;
-                self.in_jobs(fixture, bytes, || {
+                jobs.run(stop_condition, || {
                     let mut ring = BareRing::new(&file, &load)?;
                     Ok(move |offsets: &mut Offsets, stop_condition: StopCondition<'_>| {
                         ring.run(offsets, stop_condition)
@@ -161,33 +164,5 @@ impl Case {
                 })
             }
         }
-    }
-
-    /// Runs the loops that `set_up` returns, one in each job.
-    fn in_jobs<L>(
-        self,
-        fixture: &Fixture<'_>,
-        bytes: u64,
-        set_up: impl Fn() -> io::Result<L> + Sync,
-    ) -> io::Result<Sample>
-    where
-        L: FnMut(&mut Offsets, StopCondition<'_>) -> io::Result<Interval>,
-    {
-        let all = Region { start: 0, bytes, block: PAGE_BYTES as u64 };
-        let job = |job: usize, gate: &Gate| {
-            let region = all.part(job as u64, self.jobs as u64);
-            let run = set_up();
-            let mut offsets = match self.is_sparse {
-                true => Offsets::once(self.load.order, region, region.start),
-                false => Offsets::endless(self.load.order, region, 0),
-            };
-            gate.wait();
-            let (mut run, stop_condition) = (run?, fixture.stop_condition(true));
-            if !self.is_sparse {
-                run(&mut offsets, stop_condition.warm_up())?;
-            }
-            run(&mut offsets, stop_condition)
-        };
-        in_threads(self.jobs, job)?.sample(PAGE_BYTES)
     }
 }
