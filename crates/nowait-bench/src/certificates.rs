@@ -22,7 +22,7 @@ pub(crate) const SUITE: &str = "TLS 1.3 with TLS_AES_256_GCM_SHA384";
 /// A directory with `ca-cert.pem`, `server-cert.pem` and `server-key.pem`; removed on drop.
 pub(crate) struct Certificates {
     directory: TempDir,
-    /// Those of the client, which trusts the authority.
+    /// The client's credentials; it trusts the authority.
     credentials: Credentials,
 }
 

@@ -18,7 +18,7 @@ pub(crate) enum Placement {
     Shared,
 }
 
-/// As text: `client on CPU 0, server on CPU 1`.
+/// Text: `client on CPU 0, server on CPU 1`.
 impl fmt::Display for Placement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -14,7 +14,7 @@ pub enum Error {
     File {
         /// The path as it was given.
         path: PathBuf,
-        /// What is wrong, and what to do.
+        /// The mistake, and the remedy.
         problem: String,
     },
     /// A program that was asked for is not installed.

@@ -67,7 +67,7 @@ pub(crate) fn run(
         .args([format!("--rw={direction}"), format!("--bs={}", load.block_bytes)])
         .arg(format!("--runtime={}ms", runtime(duration).as_millis()))
         .args(["--time_based", "--norandommap", "--thread", "--group_reporting"])
-        // As in the other clients, latencies start with the submission.
+        // Latencies start with the submission, as in the other clients.
         .args(["--clat_percentiles=0", "--lat_percentiles=1", "--output-format=json"])
         .current_dir(std::env::temp_dir())
         .stdin(Stdio::null())

@@ -56,7 +56,7 @@ impl ImageCase {
 type Subject = (Program, ImageKind);
 type Row = Entry<Subject, Sample>;
 
-/// As text: `nowait, raw`.
+/// The name in tables: `nowait, raw`.
 fn name((program, image): &Subject) -> String {
     format!("{}, {}", program.kind.name(), image.name())
 }

@@ -72,7 +72,7 @@ fn workloads(args: &BenchArgs) -> Result<Vec<Workload>, Error> {
     Ok(chosen)
 }
 
-/// Those of `all` whose title contains `text`.
+/// The items of `all` whose title contains `text`.
 pub(crate) fn only<T>(
     text: Option<&str>,
     mut all: Vec<T>,
@@ -122,7 +122,7 @@ pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
     peers.end(reporter)
 }
 
-/// What the servers of a table have in common.
+/// The terms of a table, which its servers have in common.
 #[derive(Clone, Copy)]
 struct TableTerms {
     terms: Conditions,
@@ -131,7 +131,7 @@ struct TableTerms {
     format: Format,
 }
 
-/// As text: `direct, TLS`, or `direct, vhost-user, 2 queue(s), qcow2`.
+/// Text: `direct, TLS`, or `direct, vhost-user, 2 queue(s), qcow2`.
 impl fmt::Display for TableTerms {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let TableTerms { terms, connections, format } = self;
@@ -144,7 +144,7 @@ impl fmt::Display for TableTerms {
     }
 }
 
-/// What all tables have in common.
+/// The servers and images that all tables have in common.
 struct Peers<'a> {
     bench: &'a Bench,
     /// An image of each format that is measured.

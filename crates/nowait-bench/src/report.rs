@@ -1,4 +1,4 @@
-//! What all measurements have in common: their options, their rounds, and the report, as text,
+//! Rounds and report of a measurement, the same for all of them: entries in turns, and tables as text,
 //! JSON and page.
 //!
 //! Invariant: what is compared is measured in turns in each round (A B A B), so that a slowdown of
@@ -16,7 +16,7 @@ use crate::error::Error;
 use crate::page;
 use crate::table::MinMedianMax;
 
-/// What was measured. Its tables are printed already.
+/// The result of a measurement. Its tables are printed already.
 #[derive(Debug)]
 pub struct Report {
     /// All figures: the object that `--json` prints.

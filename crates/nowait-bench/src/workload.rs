@@ -87,7 +87,7 @@ impl Conditions {
     ];
 }
 
-/// As text: `direct`, or `page cache, TLS`.
+/// Text: `direct`, or `page cache, TLS`.
 impl fmt::Display for Conditions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Conditions { caching, transport } = self;
@@ -138,7 +138,7 @@ pub(crate) struct Workload {
 /// The load of another client at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BackgroundLoad {
-    /// As much as possible: 1 MiB sequential, depth 256.
+    /// Requests of 1 MiB, sequential, at depth 256: as much as possible.
     Flood(Direction),
     /// Writes of 64 KiB, one after the other, to unallocated clusters of the image.
     Allocations,
@@ -164,7 +164,7 @@ impl Workload {
             || self.beside.is_some_and(|neighbour| is_write(neighbour.load().direction))
     }
 
-    /// What `nowait bench peers` measures: 4K random at depth 1, 16 and 64, 128K sequential at depth 8, and
+    /// The workloads of `nowait bench peers`: 4K random at depth 1, 16 and 64, 128K sequential at depth 8, and
     /// 4K random reads at depth 1 beside a flood.
     pub(crate) fn standard() -> Vec<Workload> {
         let small = Workload {
@@ -186,7 +186,7 @@ impl Workload {
         all
     }
 
-    /// What is measured over vhost-user: 4K and 64K random at depth 1, 16 and 64.
+    /// The workloads of vhost-user: 4K and 64K random at depth 1, 16 and 64.
     pub(crate) fn of_virtual_machines() -> Vec<Workload> {
         let small = |load: &Workload| load.beside.is_none() && load.order == Order::Random;
         let small: Vec<Workload> = Workload::standard().into_iter().filter(small).collect();
@@ -215,7 +215,7 @@ impl Order {
     }
 }
 
-/// As text: `4K random read, depth 16`, `4K random read, depth 1, beside 1024K sequential read,
+/// Text: `4K random read, depth 16`, `4K random read, depth 1, beside 1024K sequential read,
 /// depth 256`.
 impl fmt::Display for Workload {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -228,7 +228,7 @@ impl fmt::Display for Workload {
     }
 }
 
-/// As text: `1024K sequential read, depth 256`, or `64K allocating write, depth 1`.
+/// Text: `1024K sequential read, depth 256`, or `64K allocating write, depth 1`.
 impl fmt::Display for BackgroundLoad {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let load = self.load();

@@ -50,7 +50,7 @@ fn measure_complete(what: What) -> Vec<(String, usize)> {
     let directory = TempDir::new().expect("a temporary directory");
     let options = options(what, &file_of_zeros(&directory));
     let (report, printed) = measured(&options);
-    // As root, losetup may fail for reasons of the machine's.
+    // losetup may fail for root for reasons of the host's.
     let has_failed = report.failures.iter().any(|line| !line.contains(": loop device: "));
     assert!(!report.interrupted && !has_failed, "{:?}", report.failures);
     let (mut rows, mut lacking) = (Vec::new(), BTreeSet::new());

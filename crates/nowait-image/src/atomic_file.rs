@@ -31,7 +31,7 @@ pub enum OverwritePolicy {
     Nothing,
     /// A file exists and is replaced; the new one gets these permission bits.
     File {
-        /// As in `st_mode`.
+        /// The bits of `st_mode`.
         mode: u32,
     },
 }

@@ -37,7 +37,7 @@ pub const MAX_LAYERS: usize = 64;
 /// Whether the files of a chain are locked when they are opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Locking {
-    /// As QEMU does, by [`crate::lock`]; a file system without locks is accepted.
+    /// Locks as QEMU takes them, by [`crate::lock`]; a file system without locks is accepted.
     Locked,
     /// Not at all, for an inspection of an image that may be in use.
     Unlocked,

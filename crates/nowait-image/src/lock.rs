@@ -251,7 +251,7 @@ mod tests {
         matches!(result, Err(LockError::Conflict { what }) if what.contains("open for reading"))
     }
 
-    /// As when a process that was just started closes its copy of a descriptor.
+    /// A process that was just started closes its copy of a descriptor like this.
     #[test]
     fn a_lock_that_is_released_soon_is_waited_for() {
         let image = Image::new();

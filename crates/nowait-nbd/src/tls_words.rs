@@ -50,7 +50,7 @@ pub fn certificate_fault(error: &CertificateError) -> String {
              client's clientAuth)"
         }
         E::UnhandledCriticalExtension => "has a critical extension that is not known",
-        // What webpki says otherwise has names only; its types are not those of a dependency here.
+        // Other errors of webpki have names only; its types are not those of a dependency here.
         E::Other(other) => return other_fault(&other.to_string()),
         other => return format!("cannot be used ({})", spaced(other)),
     };

@@ -2,7 +2,7 @@
 
 use nowait::sim::Random;
 
-/// What is asked.
+/// The kind of a run: what is simulated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// Engines.

@@ -429,7 +429,7 @@ impl Cell {
             held.doubtful |= held.wavers;
         }
         if ending == Ending::Wavers {
-            // What was there before may be there again.
+            // Older bytes may be there again.
             self.held.iter_mut().filter(|held| !held.gone).for_each(|held| held.covered = NEVER);
             return;
         }

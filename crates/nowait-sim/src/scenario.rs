@@ -18,7 +18,7 @@ pub const MAX_REQUEST_BYTES: u64 = 64 << 10;
 /// The scenario of a seed.
 #[derive(Clone, Debug)]
 pub struct Scenario {
-    /// What is asked.
+    /// The kind of run that was asked for.
     pub mode: Mode,
     /// The seed.
     pub seed: u64,
@@ -246,7 +246,7 @@ impl Scenario {
         Self { config: self.config, disk, parts: self.parts, seed: self.seed, ..own }
     }
 
-    /// What an operator does to a server.
+    /// Draws the actions of an operator on a server.
     fn draw_operator(&mut self, random: &mut Random) {
         if self.mode != Mode::Engine {
             self.changes = random.pick(&[0, 0, 0, 800]).unwrap_or(0);

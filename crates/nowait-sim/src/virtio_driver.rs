@@ -91,7 +91,7 @@ impl Driver {
         &self.guest
     }
 
-    /// What a server is told of queue `number`.
+    /// The parameters of queue `number` that a server is told.
     #[must_use]
     pub fn ring(&self, number: usize) -> Option<(u16, SimRing, bool)> {
         let DriverQueue { at, event_idx, .. } = *self.queues.get(number)?;

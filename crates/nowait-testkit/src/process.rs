@@ -35,7 +35,7 @@ pub fn tool(name: impl AsRef<OsStr>) -> Command {
     command
 }
 
-/// As [`ends_with_test`], for a command that may be a [`tool`].
+/// Like [`ends_with_test`], for a command that may be a [`tool`].
 fn bounded(command: &mut Command) -> &mut Command {
     if command.get_program() == STARTER { command } else { ends_with_test(command) }
 }

@@ -16,7 +16,7 @@ pub struct Request {
     pub path: String,
     /// Names and values.
     pub headers: Vec<(String, String)>,
-    /// As long as `content-length` says.
+    /// Its length is that of `content-length`.
     pub body: Vec<u8>,
 }
 

@@ -21,7 +21,7 @@ use crate::workload::Workload;
 const MIB: u64 = 1 << 20;
 /// A block device to measure on.
 pub(crate) struct ClaimedDevice {
-    /// As it was given.
+    /// The path as it was given.
     path: PathBuf,
     file: File,
     /// Whole megabytes; the rest is not used.

@@ -1,4 +1,4 @@
-//! What all measurements have in common: the file, opened in the way each of them needs, and the
+//! The common environment of all measurements: the file, opened in the way each of them needs, and the
 //! duration.
 //!
 //! Invariant: a file that may not be overwritten is opened read-only.
@@ -216,7 +216,7 @@ impl<'a> Fixture<'a> {
     }
 }
 
-/// What an engine transfers on.
+/// The queue of an engine.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Queue {
     /// A queue that does nothing.

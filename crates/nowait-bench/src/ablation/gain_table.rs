@@ -112,11 +112,11 @@ pub(crate) struct Row<'a> {
 pub(crate) struct Table<'a> {
     /// The selection that this table belongs to.
     pub(crate) what: What,
-    /// What is compared.
+    /// The subject of the comparison.
     pub(crate) title: String,
     pub(crate) unit: Unit,
     pub(crate) gain: Metric,
-    /// What the reader must know to interpret the figures.
+    /// Facts that the reader needs to interpret the figures.
     pub(crate) note: String,
     /// The rows in the order of measuring.
     pub(crate) rows: Vec<Row<'a>>,

@@ -1,4 +1,4 @@
-//! What `--device` names: a local block device, or an image behind a network.
+//! A device that `--device` names: a local block device, or an image behind a network.
 //!
 //! Invariant: both get the same load; the first by a bare ring, the second by an engine, as there is no
 //! other way to it.
@@ -25,7 +25,7 @@ pub(crate) type Job = Box<dyn FnMut(&mut Offsets, StopCondition<'_>) -> io::Resu
 
 /// A device or an image to measure on.
 pub(crate) trait MeasuredDevice: Sync {
-    /// As it was given.
+    /// The device as it was given.
     fn name(&self) -> String;
     /// Bytes that can be measured on.
     fn bytes(&self) -> u64;

@@ -1,4 +1,4 @@
-//! What a client notices of its neighbours: the latencies of one that reads a good disk, alone and beside
+//! Isolation of a client from its neighbours: the latencies of one that reads a good disk, alone and beside
 //! other exports of the same process whose disks or clients misbehave.
 //!
 //! Invariant: each measurement has a server of its own, which has the same exports with every neighbour. The

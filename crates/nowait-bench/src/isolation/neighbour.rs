@@ -69,7 +69,7 @@ impl Neighbour {
     }
 }
 
-/// As in a table.
+/// The title of its row.
 impl fmt::Display for Neighbour {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

@@ -93,7 +93,7 @@ fn use_image(path: &Path, input: &[u8]) -> Result<(), String> {
     let all = image.bitmap_store().map(|it| it.bitmaps()).unwrap_or_default();
     let recording: Vec<Bitmap> = all.into_iter().filter(|it| it.auto && it.is_usable()).collect();
     let written = write(&image, input);
-    // As by a kill: nothing is stored.
+    // Nothing is stored, as after a kill.
     drop(image);
     compare(path, &recording, &written, "after a kill")?;
     if let Ok(image) = nowait_image::open(path, &options(true)) {

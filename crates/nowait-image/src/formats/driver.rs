@@ -119,7 +119,7 @@ pub(crate) struct Opened {
 /// The parts of an image that are allocated when it is created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Preallocation {
-    /// As little as possible.
+    /// Only what is written takes space.
     Off,
     /// All tables, and a position for each cluster, without space for the data. For qcow2 only.
     Metadata,

@@ -18,7 +18,7 @@ use crate::image_file::ImageFile;
 /// The backing file as named in the header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackingName {
-    /// As in the header; may be relative to the image's directory.
+    /// The name as the header has it; may be relative to the image's directory.
     pub name: OsString,
     /// The format, where it is recorded.
     pub format: Option<String>,

@@ -37,7 +37,7 @@ pub trait BitmapBits: Send + Sync {
 
 /// A bitmap of the image.
 struct StoredBitmap {
-    /// As it was when the image was opened.
+    /// The bitmap as it was when the image was opened.
     bitmap: Bitmap,
     /// Where its entry and its table are in the file.
     entry: Entry,
@@ -90,7 +90,7 @@ pub(crate) fn prepare(file: &ImageFile, header: &Header) -> Result<Header, Image
 }
 
 impl BitmapStore {
-    /// Those of the prepared image in `file`, which is open for writing. From now on they are in use.
+    /// The bitmaps of the prepared image in `file`, which is open for writing. From now on they are in use.
     ///
     /// # Errors
     /// Those of the file.

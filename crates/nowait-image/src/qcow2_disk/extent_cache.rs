@@ -47,7 +47,7 @@ impl CachedMapping {
         }
     }
 
-    /// As a number, never 0. `pos` is a multiple of 512.
+    /// The entry as a number, never 0. `pos` is a multiple of 512.
     fn entry(self) -> u64 {
         match self {
             Self::Hole => HOLE,

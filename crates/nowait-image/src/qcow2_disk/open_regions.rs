@@ -22,7 +22,7 @@ pub(crate) struct Regions {
 }
 
 impl Regions {
-    /// Those of a disk of `size` bytes, none of which is open.
+    /// The regions of a disk of `size` bytes, none of which is open.
     pub(crate) fn new(size: u64) -> Self {
         let shift = if cfg!(test) || is_simulated() { SMALL_SHIFT } else { SHIFT };
         let words = size.div_ceil(1 << shift).div_ceil(WORD);

@@ -118,7 +118,7 @@ impl MetadataWriteback {
         (storage.clone(), lock(&self.metadata).cache.block())
     }
 
-    /// As [`Metadata::reserve_bitmaps`].
+    /// Like [`Metadata::reserve_bitmaps`].
     pub(crate) fn reserve_bitmaps(&self, runs: &[ClusterRun]) -> bool {
         lock(&self.metadata).reserve_bitmaps(runs)
     }
@@ -299,7 +299,7 @@ impl MetadataWriteback {
         flushed
     }
 
-    /// As [`MetadataWriteback::flush`], after bits of bitmaps were written to the file with the metadata.
+    /// Like [`MetadataWriteback::flush`], after bits of bitmaps were written to the file with the metadata.
     ///
     /// # Errors
     /// As [`MetadataWriteback::flush`].

@@ -12,7 +12,7 @@ fn try_open(images: &Images, handed_over: HandedOver) -> Result<Image, ImageErro
     open(&images.path(), &options)
 }
 
-/// What the process that has `image` open hands over.
+/// The state that the process that has `image` open hands over.
 fn handed_over(image: &Image) -> HandedOver {
     let files = image.held_files().into_iter().map(|fd| fd.try_clone_to_owned().unwrap());
     HandedOver::new(files.collect())

@@ -175,7 +175,7 @@ fn a_cluster_that_one_of_two_entries_left_keeps_its_refcount_and_the_other_its_f
     if !require_qemu() {
         return;
     }
-    // As a repair leaves a cluster that two entries name: a refcount of 2, and no flag "copied".
+    // A repair leaves a cluster that two entries name like this: a refcount of 2, and no flag "copied".
     let images = image();
     for n in [0, 1] {
         entry(&images, L2_TABLE * CLUSTER + n * 8, DATA * CLUSTER);

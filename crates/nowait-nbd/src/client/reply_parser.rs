@@ -183,7 +183,7 @@ impl ReplyParser {
     fn on_header(&mut self, replies: &mut impl Replies) -> Outcome<()> {
         let bytes = self.head.get(..self.have).unwrap_or_default();
         let Some((header, _)) = ReplyHeader::parse(self.mode, bytes).map_err(|_| BROKEN)? else {
-            // As many bytes as a simple reply has, of the longer header of a chunk.
+            // The header of a chunk is longer: these are as many of its bytes as a simple reply has.
             self.state = State::Head(CHUNK_HEAD_BYTES);
             return Ok(());
         };

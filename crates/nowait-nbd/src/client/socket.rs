@@ -20,7 +20,7 @@ pub(super) enum Received {
     End,
     /// Less than there was room for.
     Some,
-    /// As much as there was room for: more may have come.
+    /// All of the room is filled: more may have come.
     All,
 }
 

@@ -13,7 +13,7 @@ use rustix::net::sockopt;
 
 use crate::host_names::addresses_of;
 
-/// What is asked for in the handshake: the context says which ranges read as zeros.
+/// Options of the handshake: the context says which ranges read as zeros.
 const WANTED: Wanted<'static> =
     Wanted { mode: ReplyMode::Structured, context: Some("base:allocation") };
 /// The receive buffer in bytes, for what follows the data of a read.

@@ -1,4 +1,4 @@
-//! What an NBD storage asks of its server, from one connection to the next: which job is asked when,
+//! Session of an NBD storage with its server, from one connection to the next: which job is asked when,
 //! what its answer means, and what is asked again.
 //!
 //! Invariant: what the server has not answered when a connection closes is asked again on the next one,
@@ -52,7 +52,7 @@ enum State {
     Changed,
 }
 
-/// What is to be done without a connection.
+/// The next step without a connection.
 pub(super) enum Next {
     /// An attempt to connect, whose outcome [`Session::connected`] or [`Session::unreachable`] takes.
     Connect,
@@ -228,7 +228,7 @@ impl Session {
         let State::Connected(export) = &self.state else { return self.waiting.push_front(job) };
         let room = self.export.size.saturating_sub(job.range.pos);
         match job.command {
-            // As a device answers them.
+            // A device answers them like this.
             Command::Read if room == 0 => return job.end(Ok(()), Vec::new()),
             Command::Read => job.range.len = job.range.len.min(room),
             Command::Write if job.range.len > room => {
@@ -359,7 +359,7 @@ impl Session {
         }
     }
 
-    /// What takes the replies of the server.
+    /// The receiver of the server's replies.
     pub(super) fn answers(&mut self) -> Answers<'_> {
         let context = match &self.state {
             State::Connected(export) => export.context,
@@ -385,7 +385,7 @@ impl Session {
         if injected(RemoteBug::AnswerUnanswered) {
             asked.drain(..).for_each(|asked| asked.job.end(Ok(()), asked.extents));
         }
-        // What is answered on the next connection is received again; a flush for the log comes again.
+        // Data that are answered on the next connection are received again; a flush for the log comes again.
         let (replays, others): (Vec<_>, Vec<_>) = asked
             .into_iter()
             .map(|asked| Job { was_asked: true, ..asked.job })
@@ -427,7 +427,7 @@ impl Session {
         flushes.into_iter().for_each(|job| job.end(Ok(()), Vec::new()));
     }
 
-    /// What is to be done at the time `now` without a connection. Ends the jobs that wait no longer.
+    /// The next step without a connection, at the time `now`. Completes the jobs that wait no longer.
     pub(super) fn next(&mut self, now: Duration) -> Next {
         if matches!(self.state, State::Changed) {
             self.fail_waiting();

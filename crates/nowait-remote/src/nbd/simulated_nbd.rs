@@ -54,7 +54,7 @@ pub struct SimNbdEnd {
     pub extents: Vec<ExtentStatus>,
 }
 
-/// What a simulated storage does next.
+/// The next step of a simulated storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SimNext {
     /// It has a connection. `true`: a job was asked or has ended.

@@ -156,7 +156,7 @@ impl BlockFetcher {
                 job = self.inbox.recv(), if open => {
                     open = job.is_some();
                     self.waiting.extend(job);
-                    // What came together is asked for together.
+                    // Jobs that came together are asked for together.
                     while let Ok(job) = self.inbox.try_recv() {
                         self.waiting.push_back(job);
                     }
@@ -170,7 +170,7 @@ impl BlockFetcher {
     fn begin_waiting(&mut self) {
         while let Some(mut job) = self.waiting.pop_front() {
             let size = self.asking.version.size();
-            // As a device answers a read behind its end.
+            // A device answers a read behind its end like this.
             job.range.len = job.range.len.min(size.saturating_sub(job.range.pos));
             if job.is_write() {
                 job.fail(libc::EROFS);
@@ -384,7 +384,7 @@ impl BlockFetcher {
             self.stores += 1;
             let store = tokio::task::spawn_blocking(move || cache.write(run.start, &data));
             self.steps.push(Box::pin(async move {
-                // What could not be written is fetched another time.
+                // Blocks that could not be written are fetched another time.
                 Done::Stored(store.await.unwrap_or(0))
             }));
         }

@@ -110,7 +110,7 @@ impl tower::Service<Uri> for Connections {
     }
 }
 
-/// What the judge of a server's answers says.
+/// The verdict on a server's answers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// The object cannot be opened, or cannot be read, for this reason.
@@ -179,7 +179,7 @@ impl CacheFile {
         std::fs::read(self.cache.path(0))
     }
 
-    /// What a cache with the file `bytes` has of the object; `None`: it has to be fetched.
+    /// The block of the object that a cache with the file `bytes` has; `None`: it has to be fetched.
     ///
     /// # Errors
     /// The file cannot be written.

@@ -330,7 +330,7 @@ fn failed(error: &ClientError) -> HttpError {
     let kind = if error.is_connect() { HttpErrorKind::Connect } else { HttpErrorKind::Interrupted };
     let ended = |io: &std::io::Error| io.kind() == std::io::ErrorKind::UnexpectedEof;
     let reason = match reason.downcast_ref().is_some_and(ended) {
-        // That of TLS has the address of a manual.
+        // The words of TLS for it have the address of a manual.
         true => "the server has closed the connection".to_owned(),
         false => tls.map_or_else(|| reason.to_string(), |error| tls_message(error, "the server")),
     };

@@ -101,7 +101,7 @@ impl ObjectUrl {
         }
     }
 
-    /// What a user may have to set, if the environment has no credentials.
+    /// The rest of an error message: variables that a user may have to set, if the environment has no credentials.
     pub(super) fn hint(&self) -> &'static str {
         let has = |names: &[&str]| names.iter().any(|name| std::env::var_os(name).is_some());
         match self.place {

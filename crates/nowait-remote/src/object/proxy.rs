@@ -47,7 +47,7 @@ impl Proxies {
 
     /// The proxies in the variables that `get` returns.
     fn of(get: impl Fn(&str) -> Option<String>) -> Result<Self, String> {
-        // As hyper's own reader of the environment, which takes what it does not know for nothing.
+        // Like hyper's own reader of the environment, which takes values that it does not know for nothing.
         let variable = |name: &str| {
             let names = [name.to_owned(), name.to_ascii_lowercase()];
             names.into_iter().find_map(|name| get(&name).map(|value| (name, value)))

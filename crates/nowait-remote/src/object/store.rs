@@ -35,7 +35,7 @@ pub(super) struct Timeouts {
 /// An answer may always take so long.
 const SHORTEST: Duration = Duration::from_secs(2);
 
-/// What tells an object from another one that has its name later.
+/// The version of an object, which tells it from another one that has its name later.
 #[derive(Clone, Debug)]
 pub(super) struct Version(ObjectMeta);
 

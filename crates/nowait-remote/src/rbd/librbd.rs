@@ -109,7 +109,7 @@ fn functions() -> Result<&'static Functions, String> {
     FUNCTIONS.get_or_init(Functions::load).as_ref().map_err(Clone::clone)
 }
 
-/// What the library has returned: a count, or a positive errno.
+/// The result of a call of the library: a count, or a positive errno.
 fn counted(result: isize) -> Result<usize, i32> {
     usize::try_from(result).map_err(|_| i32::try_from(-result).unwrap_or(libc::EIO))
 }
@@ -480,7 +480,7 @@ impl InFlight {
     }
 }
 
-/// What the library does for a transfer.
+/// The operation of the library for a transfer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Step {
     Read,

@@ -115,7 +115,7 @@ fn reads_of_one_block_at_the_same_time_are_one_request() {
             scope.spawn(|| read(&disk, MIB + 4096, 4096).unwrap());
         }
     });
-    // That of the open, and one.
+    // One request of the open, and one of the read.
     assert_eq!(server.script().ranges.len(), 2);
 }
 
@@ -206,7 +206,7 @@ fn an_object_that_changes_is_an_error_from_then_on_and_never_a_mixture() {
         assert!(read(&disk, 0, 4096).unwrap() == object[..4096]);
         change(&server);
         assert!(read(&disk, 4 * MIB, 4096).is_err(), "{n}");
-        // What is in memory is of the old object: it is not a part of a disk any more.
+        // Blocks in memory are of the old object: they are not a part of a disk any more.
         assert!(read(&disk, 0, 4096).is_err(), "{n}");
     }
 }

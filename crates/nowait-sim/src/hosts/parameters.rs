@@ -147,7 +147,7 @@ pub struct Parameters {
     pub rack_bandwidth: f64,
     /// After this time without an answer a read fails, in seconds.
     pub reconnect: f64,
-    /// What has to be without an answer.
+    /// The party that has to be silent for `reconnect`.
     pub give_up: GiveUp,
     /// Whether reads one after the other make a server read ahead.
     pub read_ahead: bool,

@@ -215,7 +215,7 @@ impl FarServer {
         }
         self.reply(&header, error, random);
         if is_flush && error != 0 {
-            // What it was to make durable is lost to the flushes beside it, too.
+            // Changes that it was to make durable are lost to the other flushes, too.
             while let Some(index) =
                 self.taken.iter().position(|taken| taken.header.command == nbd::CMD_FLUSH)
             {

@@ -66,7 +66,7 @@ pub struct RemoteRequest {
     pub durable: bool,
 }
 
-/// What a server answers instead of doing what is asked.
+/// The wrong answer of a server that does not do what is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RemoteFault {
     /// The next changes fail with this NBD error.

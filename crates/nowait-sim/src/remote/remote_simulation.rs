@@ -221,7 +221,7 @@ impl RemoteSimulation {
         }
         let (changes, bytes) = self.storage.log_size();
         let limits = self.scenario.limits;
-        // What was asked before the log was full comes too: one request at least.
+        // Requests that were asked before the log was full come too: one at least.
         let (asked, asked_bytes) = limits.asked;
         let most = limits.most.1 + asked_bytes.max(READ_BYTES * 2);
         match bytes <= most && changes <= 2 * (limits.most.0 + asked) {

@@ -7,7 +7,7 @@ pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 pub const REQUEST_MAGIC: u32 = 0x2560_9513;
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 pub const CHUNK_MAGIC: u32 = 0x668e_33ef;
-/// As on the branch extension-ext-header.
+/// Value of the branch extension-ext-header.
 pub const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
 pub const EXTENDED_CHUNK_MAGIC: u32 = 0x6e8a_278c;
 

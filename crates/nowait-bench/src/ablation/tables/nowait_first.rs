@@ -52,7 +52,7 @@ fn variants() -> [(&'static str, Config, OpenOptions); 6] {
     ]
 }
 
-/// What makes the requests.
+/// The client that makes the requests.
 #[derive(Clone, Copy)]
 enum Client {
     Engine(Config, OpenOptions),

@@ -27,7 +27,7 @@ const NOTE: &str = "4K random. Engine: on a queue that does nothing (the engine'
     cost. Source: 4K randread, polled, depth 512 +16 %; libaio +4 %; depth 1 no change";
 const VARIANTS: [&str; 2] = ["off", "on"];
 
-/// What the requests go through.
+/// The interface that the requests go through.
 #[derive(Clone, Copy)]
 enum Api {
     Engine(Queue),

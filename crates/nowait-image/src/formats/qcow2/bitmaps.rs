@@ -58,7 +58,7 @@ impl Bitmap {
         Ok(all.into_iter().map(|(_, bitmap)| bitmap).collect())
     }
 
-    /// The same with their entries.
+    /// The bitmaps with their entries.
     ///
     /// # Errors
     /// As [`Bitmap::all`].

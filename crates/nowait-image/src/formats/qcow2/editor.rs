@@ -53,7 +53,7 @@ pub(crate) struct Editor<'a> {
     tables: BTreeMap<u64, Table>,
     /// Clusters that entries of this batch pointed to before.
     deferred_free: Vec<u64>,
-    /// Those of the previous batch, whose entries become durable with the next sync.
+    /// Clusters of the previous batch, whose entries become durable with the next sync.
     deferred_free_before: Vec<u64>,
     /// Clusters that several entries named, each with the number of those that were removed.
     shared: BTreeMap<u64, u64>,
@@ -150,7 +150,7 @@ impl<'a> Editor<'a> {
         }
     }
 
-    /// As [`Editor::in_place`], also of a cluster that has data in some of its subclusters only.
+    /// Like [`Editor::in_place`], also of a cluster that has data in some of its subclusters only.
     pub(crate) fn exclusive_host(&mut self, index: u64) -> io::Result<Option<u64>> {
         match self.cluster(index)? {
             Cluster::Mixed { host, copied: true } => Ok(host),

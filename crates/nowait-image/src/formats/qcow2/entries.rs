@@ -71,7 +71,7 @@ impl L1Entry {
 /// ([`crate::formats::qcow2::subclusters`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cluster {
-    /// As in the backing file; zeros where there is none.
+    /// Contents of the backing file; zeros where there is none.
     Unallocated,
     /// Zeros. `host` is the cluster that is reserved for it, if any.
     Zero { host: Option<u64>, copied: bool },

@@ -149,7 +149,7 @@ impl Qcow2Info {
     }
 }
 
-/// As `qemu-img info --output=json` has it, and the size of the disk.
+/// The object of `qemu-img info --output=json`, and the size of the disk.
 fn snapshot_in_json(snapshot: &Snapshot) -> Value {
     let (name, id) =
         (String::from_utf8_lossy(&snapshot.name), String::from_utf8_lossy(&snapshot.id));

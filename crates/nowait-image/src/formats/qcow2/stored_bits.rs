@@ -29,7 +29,7 @@ pub struct StoredBits {
 }
 
 impl StoredBits {
-    /// Those of the bitmap of a valid `entry`.
+    /// The bits of the bitmap of a valid `entry`.
     pub(crate) fn new(file: &Arc<ImageFile>, header: &Header, entry: &Entry) -> Self {
         let clusters = u64::from(entry.table_entries);
         let (file, cluster_bytes) = (file.clone(), header.cluster_bytes());

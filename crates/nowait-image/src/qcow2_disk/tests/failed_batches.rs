@@ -92,7 +92,7 @@ fn c51_a_batch_that_failed_on_a_storage_that_kept_all_is_written_by_a_later_flus
     }
     assert!(failures > 50, "{failures}");
     blocking.flush().unwrap();
-    // As it is now, by another reader of the file.
+    // The image as it is now, by another reader of the file.
     let (other, other_image) = serve(copied(&path, &scratch.path().join("copy")));
     let mut found = vec![0; BYTES as usize];
     BlockingFile::new(Arc::new(other)).read_at(&mut found, 0).unwrap();

@@ -156,7 +156,7 @@ impl Player<'_> {
         self.change(sectors, number, change);
         self.mark(Mark::Answered(number));
         if self.random.chance(8) {
-            // As the engine does for FUA.
+            // The engine flushes for FUA, too.
             self.flush();
         }
     }
@@ -350,7 +350,7 @@ fn play_all(start: Start, shares: Shares, disk: u64, steps: u32, options: &[&'st
     play_with(None, start, shares, disk, steps, options);
 }
 
-/// The same with a dirty bitmap.
+/// Plays with a dirty bitmap.
 fn play_with(
     granularity: Option<u64>,
     start: Start,

@@ -34,9 +34,9 @@ pub(crate) struct ScanTotals {
     pub(crate) corruptions: u64,
     /// Clusters of the disk that are allocated in this image.
     pub(crate) allocated: u64,
-    /// Those of them that are compressed.
+    /// Compressed clusters among them.
     pub(crate) compressed: u64,
-    /// Those of them that do not follow their table's previous cluster in the file.
+    /// Clusters among them that do not follow their table's previous cluster in the file.
     pub(crate) fragmented: u64,
     /// Positions of refcount blocks that have another use, too.
     pub(crate) shared_blocks: BTreeSet<u64>,
