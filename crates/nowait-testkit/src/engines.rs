@@ -162,6 +162,10 @@ unsafe impl IoQueue for TestQueue {
         unsafe { each!(self, queue => queue.push(transfer, token)) }
     }
 
+    fn cancel(&mut self, token: Token) {
+        each!(self, queue => queue.cancel(token));
+    }
+
     fn submit(&mut self) -> Result<(), Error> {
         each!(self, queue => queue.submit())
     }

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::future::Future;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::pin::pin;
 use std::sync::{Arc, Condvar, Mutex};
 use std::task::{Context, Poll, Waker};
@@ -14,7 +14,7 @@ use nowait::{
     WorkerPool,
 };
 use nowait_testkit::{TestQueueKind, WaitForRequests};
-use std::io::{IoSlice, IoSliceMut};
+use std::io::{IoSlice, IoSliceMut, Write};
 
 const BLOCK: usize = 4096;
 
@@ -150,11 +150,14 @@ fn c84_requests_that_wait_for_a_worker_end_when_they_are_cancelled_or_late() {
         engine.wait(None, &mut |_, _| {}).unwrap();
     }
     engine.poll().unwrap();
-    assert!(engine.next().is_none(), "a worker has each of them");
+    // The worker hangs at the first one: those that are stopped do not wait for it.
+    let stopped: Vec<_> = std::iter::from_fn(|| engine.next()).collect();
+    assert_eq!(stopped.len(), 2);
     gate.open();
     let mut results: Vec<_> = engine
         .finish()
         .into_iter()
+        .chain(stopped)
         .map(|done| (done.tag, done.result().map_err(|it| it.errno())))
         .collect();
     results.sort_unstable();
@@ -265,4 +268,147 @@ fn c84_a_future_that_is_dropped_frees_its_memory_only_when_the_request_has_ended
     gate.open();
     let driver = LocalDriver::new().unwrap();
     assert_eq!(driver.block_on(file.read_at(IoBuffer::zeroed(BLOCK).unwrap(), 0)).0, Ok(BLOCK));
+}
+
+/// The errno of each request, or its bytes, by tag.
+fn results(done: Vec<nowait::Completion>) -> Vec<(u64, Result<u64, i32>)> {
+    let errno = |done: &nowait::Completion| done.result().map_err(|error| error.errno());
+    let mut results: Vec<_> = done.iter().map(|done| (done.tag, errno(done))).collect();
+    results.sort_unstable();
+    results
+}
+
+#[test]
+fn c89_requests_that_were_not_submitted_never_reach_the_file_when_they_are_cancelled() {
+    for kind in TestQueueKind::REAL {
+        for merge in [true, false] {
+            let file = file_of_ones();
+            let config = Config { slots: 64, merge, ..Config::default() };
+            let Some(queue) = kind.queue(config.slots) else { continue };
+            let disk = BlockDevice::open(file.path(), OpenOptions::new()).unwrap();
+            let mut engine = Engine::new(queue, WorkerPool::new(2), config).unwrap();
+            let disk = engine.attach(Arc::new(disk)).unwrap();
+            // Transfers before, whose entries in the ring are used again.
+            for tag in 0..16 {
+                let buf = engine.buffer(&disk, io(Op::Read, tag).range).unwrap();
+                assert!(engine.submit(&disk, io(Op::Read, tag), buf, tag).is_ok());
+            }
+            assert_eq!(engine.finish().len(), 16);
+            // Neighbours, others, and parts of blocks.
+            let ranges = (0..16).map(|n| match n {
+                0..6 => ByteRange::new(n * BLOCK as u64, BLOCK as u64),
+                6..12 => ByteRange::new((20 + 2 * n) * BLOCK as u64, BLOCK as u64),
+                12..14 => ByteRange::new((60 + 4 * n) * BLOCK as u64, 3 * BLOCK as u64),
+                _ => ByteRange::new((60 + 4 * n) * BLOCK as u64 + 100, 2 * BLOCK as u64),
+            });
+            for (tag, range) in (0..16).zip(ranges.clone()) {
+                let io = Request { op: Op::Write, flags: Flags::NONE, range };
+                let mut buf = engine.buffer(&disk, range).unwrap();
+                buf.fill(2);
+                assert!(engine.submit(&disk, io, buf, tag).is_ok(), "{kind:?}");
+            }
+            let is_cancelled = |tag: u64| tag % 3 == 1 || tag == 14;
+            for tag in (0..16).filter(|&tag| is_cancelled(tag)) {
+                assert_eq!(engine.cancel(&disk, tag), 1);
+            }
+            let expected =
+                (0..16).zip(ranges.clone()).map(|(tag, range)| match is_cancelled(tag) {
+                    true => (tag, Err(libc::ECANCELED)),
+                    false => (tag, Ok(range.len)),
+                });
+            assert!(expected.eq(results(engine.finish())), "{kind:?} {merge}");
+            let bytes = std::fs::read(file.path()).unwrap();
+            for (tag, range) in (0..16).zip(ranges) {
+                let written = &bytes[range.pos as usize..range.end() as usize];
+                let wanted = if is_cancelled(tag) { 1 } else { 2 };
+                assert!(written.iter().all(|&byte| byte == wanted), "{kind:?} {merge} {tag}");
+            }
+        }
+    }
+}
+
+/// A disk behind a pipe, which a read waits for.
+struct Piped(std::io::PipeReader);
+
+impl Storage for Piped {
+    fn properties(&self) -> StorageProperties {
+        Gated(Arc::default()).properties()
+    }
+
+    fn size(&self) -> Result<u64, Error> {
+        Ok(1 << 20)
+    }
+
+    fn read(&self, _bufs: &mut [IoSliceMut<'_>], _pos: u64) -> Result<usize, Error> {
+        Err(Error::new(libc::ENXIO, nowait::Operation::Read))
+    }
+
+    fn write(&self, _bufs: &[IoSlice<'_>], _pos: u64, _flags: Flags) -> Result<usize, Error> {
+        Err(Error::new(libc::EROFS, nowait::Operation::Write))
+    }
+
+    fn sync(&self) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn punch(&self, _range: ByteRange) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn zero(&self, _range: ByteRange) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn set_len(&self, _bytes: u64) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn extents(
+        &self,
+        range: ByteRange,
+        limit: usize,
+        extents: &mut Vec<ExtentStatus>,
+    ) -> Result<(), Error> {
+        Gated(Arc::default()).extents(range, limit, extents)
+    }
+
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.0.as_fd())
+    }
+}
+
+#[test]
+fn c89_a_request_that_waits_in_the_kernel_is_cancelled_there() {
+    let config = Config { slots: 64, ..Config::default() };
+    let Some(queue) = TestQueueKind::Uring.queue(config.slots) else { return };
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    let storage: Arc<dyn Storage> = Arc::new(Piped(reader));
+    let disk = BlockDevice::mapped(storage, Vec::new(), 1 << 20, true, LinearMap);
+    let mut engine = Engine::new(queue, WorkerPool::new(1), config).unwrap();
+    let disk = engine.attach(Arc::new(disk)).unwrap();
+    for tag in 0..4 {
+        let buf = engine.buffer(&disk, io(Op::Read, tag).range).unwrap();
+        assert!(engine.submit(&disk, io(Op::Read, tag), buf, tag).is_ok());
+    }
+    engine.poll().unwrap();
+    assert!(engine.next().is_none());
+    assert_eq!(engine.cancel(&disk, 1), 1);
+    assert_eq!(engine.set_deadline(&disk, 2, Instant::now()), 1);
+    let mut ended = Vec::new();
+    while ended.len() < 2 {
+        engine.wait(Some(Duration::from_secs(1)), &mut |_, _| {}).unwrap();
+        ended.extend(std::iter::from_fn(|| engine.next()));
+    }
+    assert!(ended.iter().all(|done| done.buf.is_some()), "their memory is given back");
+    assert_eq!(results(ended), [(1, Err(libc::ECANCELED)), (2, Err(libc::ETIMEDOUT))]);
+    // The others are still served, the first one first, and no byte went to those that are gone.
+    for tag in [0, 3] {
+        writer.write_all(&[tag + 7; BLOCK]).unwrap();
+    }
+    let done = engine.finish();
+    assert!(done.iter().all(|done| {
+        let bytes = &done.buf.as_ref().expect("its buffer")[..BLOCK];
+        bytes.iter().all(|&byte| byte == 7 || byte == 10)
+    }));
+    assert_eq!(results(done), [(0, Ok(BLOCK as u64)), (3, Ok(BLOCK as u64))]);
 }

@@ -51,6 +51,11 @@ pub(crate) struct WorkerJob {
     pub(crate) device: Arc<dyn JobDevice>,
 }
 
+/// The number of a client of an engine in the pool. The address of the completion list distinguishes the engines.
+fn client_of(completions: &Arc<CompletionList>, client: u32) -> u64 {
+    (Arc::as_ptr(completions) as u64).rotate_left(32) ^ u64::from(client)
+}
+
 impl WorkItem for WorkerJob {
     fn device(&self) -> u64 {
         self.device.number()
@@ -60,10 +65,8 @@ impl WorkItem for WorkerJob {
         self.device.weight()
     }
 
-    /// The address of the completion list distinguishes the engines.
     fn client(&self) -> u64 {
-        let engine = Arc::as_ptr(&self.completions) as u64;
-        engine.rotate_left(32) ^ u64::from(self.client)
+        client_of(&self.completions, self.client)
     }
 
     fn joins(run: &[Self], next: &Self) -> bool {
@@ -153,6 +156,23 @@ impl WorkerPool {
     #[must_use]
     pub fn new(limit: u32) -> Self {
         Self(Arc::new(ThreadPool::of_devices(limit, run_jobs)))
+    }
+
+    /// Drops the job of `slot`, a whole request of `client` in the engine of `completions`; false if it has begun.
+    pub(crate) fn remove(
+        &self,
+        device: u64,
+        client: u32,
+        completions: &Arc<CompletionList>,
+        slot: u32,
+    ) -> bool {
+        let client = client_of(completions, client);
+        let removed = self.0.remove(device, client, |job| {
+            job.slot == slot
+                && Arc::ptr_eq(&job.completions, completions)
+                && job.task == WorkerTask::Run
+        });
+        removed.is_some()
     }
 
     pub(crate) fn push(&self, jobs: impl IntoIterator<Item = WorkerJob>) {

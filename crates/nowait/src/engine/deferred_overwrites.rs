@@ -127,6 +127,30 @@ impl DeferredOverwrites {
         true
     }
 
+    /// Ends the request in `slot`, which is stopped, if it is deferred.
+    pub(crate) fn end<M: BlockMap + ?Sized>(&mut self, requests: &mut Requests<M>, slot: u32) {
+        let device = requests.slot(slot).device();
+        if self.remove(device, slot) {
+            requests.slot_mut(slot).set_state(State::Queued);
+            requests.fall_back(slot, -libc::EAGAIN);
+        }
+    }
+
+    /// Removes a deferred request; false if it is not deferred.
+    fn remove(&mut self, device: u32, slot: u32) -> bool {
+        if !self.has_deferred(device) {
+            return false;
+        }
+        let slots = &mut self.bursts.get_mut(device).slots;
+        let before = slots.len();
+        slots.retain(|&other| other != slot);
+        let is_removed = slots.len() < before;
+        if slots.is_empty() {
+            self.waiting.retain(|&waiting| waiting != device);
+        }
+        is_removed
+    }
+
     /// Pushes the deferred requests of each device without a probe request again. True when the caller
     /// submits the queue immediately.
     #[inline]
@@ -213,6 +237,21 @@ mod tests {
         assert_eq!((deferred.deferred(0), deferred.has_deferred(0)), (2, false));
         // The next burst has its own probe.
         assert!(!deferred.place(0, 4) && deferred.place(0, 5));
+    }
+
+    #[test]
+    fn c89_a_deferred_request_that_is_stopped_is_not_tried_again() {
+        let mut deferred = DeferredOverwrites::new();
+        for slot in [7, 3, 9] {
+            deferred.place(0, slot);
+        }
+        assert!(deferred.remove(0, 3) && !deferred.remove(0, 3));
+        assert!(!deferred.remove(0, 7), "a worker has the probe");
+        assert!(!deferred.remove(1, 9), "it is of another device");
+        assert!(deferred.is_busy() && deferred.remove(0, 9));
+        assert!(!deferred.is_busy());
+        deferred.on_returned(0, 7);
+        assert_eq!(deferred.pop_ready(0), None);
     }
 
     #[test]

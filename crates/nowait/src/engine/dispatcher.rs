@@ -485,9 +485,9 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
     /// # Errors
     /// Errors of [`IoQueue::submit`].
     pub(crate) fn attend<Q: IoQueue>(&mut self, queue: &mut Q) -> Result<(), Error> {
+        self.requests.observe_poll();
+        self.stop_late(queue);
         let Self { requests, merging, deferred, split, .. } = self;
-        requests.observe_poll();
-        requests.stop_late();
         requests.take_returned(|device, slot| deferred.on_returned(device, slot));
         loop {
             let mut submitted = merging.retry(requests, queue);
@@ -499,6 +499,11 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
             }
             queue.submit()?;
         }
+    }
+
+    /// Ends the request in `slot`, which is stopped, if it is deferred.
+    pub(crate) fn end_deferred(&mut self, slot: u32) {
+        self.deferred.end(&mut self.requests, slot);
     }
 
     /// Finds out whether something is left for the next poll.

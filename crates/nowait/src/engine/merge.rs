@@ -226,6 +226,13 @@ impl Merging {
         if run.requests == 1 {
             return requests.push_or_fall_back(queue, run.head);
         }
+        if requests.has_stopped() && self.has_stopped(requests, &run) {
+            requests.slot_mut(run.head).parent = run.list;
+            requests.slot_mut(run.head).merged = run.requests;
+            self.end_run(requests, run.head, false);
+            self.retry(requests, queue);
+            return;
+        }
         let request = requests.slot_mut(run.head);
         request.set_role(Role::Merged);
         request.parent = run.list;
@@ -237,6 +244,13 @@ impl Merging {
             self.end_run(requests, run.head, false);
             self.retry(requests, queue);
         }
+    }
+
+    /// Whether one of the requests of a run is stopped.
+    fn has_stopped<M: BlockMap + ?Sized>(&self, requests: &Requests<M>, run: &Run) -> bool {
+        let next = |slot: &u32| Some(requests.slot(*slot).next);
+        let slots = std::iter::successors(Some(run.head), next).take(run.requests as usize);
+        slots.into_iter().any(|slot| requests.slot(slot).stop.errno().is_some())
     }
 
     /// Handles the end of the merged transfer whose first request is in `head`.

@@ -49,6 +49,8 @@ pub(crate) struct Requests<M: BlockMap + ?Sized> {
     /// A poll may have more to do than to end requests by their only transfers. Whatever collects work
     /// outside of a poll, or while completions are drained, sets it.
     attention: bool,
+    /// A request was stopped at some time.
+    has_stopped: bool,
 }
 
 impl<M: BlockMap + ?Sized> Requests<M> {
@@ -67,6 +69,7 @@ impl<M: BlockMap + ?Sized> Requests<M> {
             deadlines: Deadlines::default(),
             config,
             attention: false,
+            has_stopped: false,
         })
     }
 
@@ -177,6 +180,17 @@ impl<M: BlockMap + ?Sized> Requests<M> {
 
 /// Work of a poll beside requests that end by their only transfers.
 impl<M: BlockMap + ?Sized> Requests<M> {
+    /// Whether a request of the engine was stopped at some time.
+    pub(crate) const fn has_stopped(&self) -> bool {
+        self.has_stopped
+    }
+
+    /// Takes note of a request that is stopped.
+    pub(crate) fn stopped(&mut self) {
+        self.has_stopped = true;
+        self.attention = true;
+    }
+
     /// Lets the next poll look for more than requests that end by their only transfers.
     #[inline(always)]
     pub(crate) fn attend_later(&mut self) {
@@ -286,6 +300,12 @@ impl<M: BlockMap + ?Sized> Requests<M> {
                 if errno == -libc::EIO
                     && request.io.op == Op::Read
                     && self.devices[device].disk.growing().is_some() =>
+            {
+                request.again = true;
+            }
+            // Cancelled in the kernel: the request ends with the errno of its stop.
+            TransferResult::Failed(errno)
+                if errno == -libc::ECANCELED && request.stop.errno().is_some() =>
             {
                 request.again = true;
             }
@@ -419,9 +439,11 @@ impl<M: BlockMap + ?Sized> Requests<M> {
         self.workers.add(slot, request, jobs, task);
     }
 
-    /// Lets a worker that has not begun with the job of `slot` end it with `errno`.
-    pub(crate) fn stop_job(&self, slot: u32, errno: i32) {
-        self.workers.stop(slot, errno);
+    /// Ends the job of `slot` with `errno` if no worker has begun with it.
+    pub(crate) fn stop_job(&mut self, slot: u32, errno: i32) {
+        let request = &self.pool[slot];
+        let device = self.devices[request.device()].jobs().number();
+        self.workers.stop(slot, request, device, errno);
     }
 
     pub(crate) fn deadlines(&self) -> &Deadlines {
@@ -514,6 +536,9 @@ impl<M: BlockMap + ?Sized> Requests<M> {
     /// request.
     pub(crate) fn push_or_fall_back<Q: IoQueue>(&mut self, queue: &mut Q, slot: u32) {
         debug_assert_eq!(self.pool[slot].state, State::Queued);
+        if self.pool[slot].stop.errno().is_some() {
+            return self.fall_back(slot, 0);
+        }
         let transfer = self.transfer_of(slot);
         // SAFETY: the memory was promised, or is the slot's, until the request is given back.
         if !unsafe { push_transfer(queue, &transfer, slot) } {

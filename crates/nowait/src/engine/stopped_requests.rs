@@ -8,20 +8,21 @@ use std::time::{Duration, Instant};
 use crate::block::block_map::BlockMap;
 use crate::engine::Engine;
 use crate::engine::attached_device::{AttachedDevice, DeviceHandle};
+use crate::engine::dispatcher::Dispatcher;
 use crate::engine::requests::Requests;
 use crate::engine::slot::{Role, Stop};
 use crate::queue::IoQueue;
+use crate::types::token;
 
 impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
-    /// Ends the requests of `device` with `tag` early, as far as that is possible (C84). Returns how many
+    /// Ends the requests of `device` with `tag` early, as far as that is possible (C84, C89). Returns how many
     /// there are. Each is given back by [`Engine::next`] as without this call: with `ECANCELED` if a part of it
-    /// had not begun, and otherwise with its result, when the device has done what it was given. A write that
-    /// ends with `ECANCELED` may have written none, some or all of its bytes. It looks at every slot of the
-    /// engine.
+    /// had not begun, or the kernel has cancelled it, and otherwise with its result, when the device has done what it
+    /// was given. A write that ends with `ECANCELED` may have written none, some or all of its bytes. It looks at
+    /// every slot of the engine.
     pub fn cancel(&mut self, device: &DeviceHandle<M>, tag: u64) -> usize {
-        let requests = self.dispatcher.requests_mut();
-        let found = requests.of_tag(device.attached(), tag);
-        found.iter().for_each(|&slot| requests.stop(slot, Stop::Cancelled));
+        let found = self.dispatcher.requests().of_tag(device.attached(), tag);
+        found.iter().for_each(|&slot| self.dispatcher.stop(&mut self.queue, slot, Stop::Cancelled));
         found.len()
     }
 
@@ -36,7 +37,48 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     }
 }
 
+impl<M: BlockMap + ?Sized> Dispatcher<M> {
+    /// Stops a request: nothing of it begins any more, and what the kernel has of it is to end.
+    fn stop<Q: IoQueue>(&mut self, queue: &mut Q, slot: u32, stop: Stop) {
+        self.requests_mut().stop(slot, stop);
+        self.end_deferred(slot);
+        let transfers = self.requests().transfers_of(slot);
+        transfers.into_iter().for_each(|slot| queue.cancel(token::of_slot(slot)));
+    }
+
+    /// Stops the requests whose time is over.
+    pub(crate) fn stop_late<Q: IoQueue>(&mut self, queue: &mut Q) {
+        if self.requests().deadlines().is_empty() {
+            return;
+        }
+        let now = Instant::now();
+        while let Some(slot) = self.requests_mut().deadlines_mut().pop(now) {
+            // The slot may have another request meanwhile, or none.
+            let requests = self.requests();
+            let is_pending = requests.slot(slot).stop == Stop::Later
+                && requests.pool().numbers_of_pending().any(|pending| pending == slot);
+            if is_pending {
+                self.stop(queue, slot, Stop::TimedOut);
+            }
+        }
+    }
+}
+
 impl<M: BlockMap + ?Sized> Requests<M> {
+    /// The slots of the transfers that a request may have in the queue: its own, or those of its fragments.
+    fn transfers_of(&self, slot: u32) -> Vec<u32> {
+        match self.slot(slot).role {
+            Role::Read | Role::Write | Role::Merged => vec![slot],
+            Role::Split | Role::Fragment => {
+                let slots = self.pool().numbers_of_pending().filter(|&other| {
+                    let fragment = self.slot(other);
+                    fragment.role == Role::Fragment && fragment.parent == slot
+                });
+                slots.collect()
+            }
+        }
+    }
+
     /// The slots of the requests of `device` with `tag` that have not ended.
     fn of_tag(&self, device: &AttachedDevice<M>, tag: u64) -> Vec<u32> {
         let is_served = self.contains(device);
@@ -52,7 +94,7 @@ impl<M: BlockMap + ?Sized> Requests<M> {
 
     /// Stops a request: nothing of it begins any more.
     fn stop(&mut self, slot: u32, stop: Stop) {
-        self.attend_later();
+        self.stopped();
         let request = self.slot_mut(slot);
         request.stop = stop;
         let Some(errno) = stop.errno() else { return };
@@ -68,22 +110,6 @@ impl<M: BlockMap + ?Sized> Requests<M> {
             self.slot_mut(slot).stop = Stop::Later;
             self.deadlines_mut().set(slot, deadline);
             self.attend_later();
-        }
-    }
-
-    /// Stops the requests whose time is over.
-    pub(crate) fn stop_late(&mut self) {
-        if self.deadlines_mut().is_empty() {
-            return;
-        }
-        let now = Instant::now();
-        while let Some(slot) = self.deadlines_mut().pop(now) {
-            // The slot may have another request meanwhile, or none.
-            let is_pending = self.slot(slot).stop == Stop::Later
-                && self.pool().numbers_of_pending().any(|pending| pending == slot);
-            if is_pending {
-                self.stop(slot, Stop::TimedOut);
-            }
         }
     }
 

@@ -69,9 +69,23 @@ impl WorkerExchange {
         });
     }
 
-    /// Lets a worker that has not begun with the job of `slot` end it with `errno`.
-    pub(crate) fn stop(&self, slot: u32, errno: i32) {
-        self.completions.set_stop(slot, errno.unsigned_abs());
+    /// Ends the job of `request`, which is in `slot`, with `errno` if it has not begun. It comes back as others do.
+    pub(crate) fn stop(&mut self, slot: u32, request: &RequestSlot, device: u64, errno: i32) {
+        let Self { jobs, completions, workers, .. } = self;
+        // A worker may be about to begin.
+        completions.set_stop(slot, errno.unsigned_abs());
+        let waiting = jobs.iter().position(|job| job.slot == slot && job.task == WorkerTask::Run);
+        let client = token::client_of(request.tag);
+        let is_back = match waiting {
+            Some(at) => {
+                jobs.remove(at);
+                true
+            }
+            None => workers.remove(device, client, completions, slot),
+        };
+        if is_back {
+            completions.push(slot, -i64::from(errno));
+        }
     }
 
     /// Whether a slot waits for [`WorkerExchange::submit`].

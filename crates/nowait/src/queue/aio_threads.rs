@@ -200,6 +200,21 @@ unsafe impl IoQueue for AioThreadQueue {
         Ok(())
     }
 
+    /// A transfer that a thread of the pool makes, or that AIO has, is left to the kernel: the calls have no end but
+    /// their own, and io_cancel(2) knows no file.
+    fn cancel(&mut self, token: Token) {
+        let slot = token::slot_of(token);
+        let pushed = self.pushed.iter().position(|QueuedTransfer(_, number)| *number == slot);
+        if let Some(n) = pushed {
+            self.pushed.remove(n);
+        } else if self.pool.remove(0, u64::from(slot), |_| true).is_some() {
+            self.in_pool -= 1;
+        } else {
+            return;
+        }
+        self.ended.push((token, -libc::ECANCELED));
+    }
+
     fn submit(&mut self) -> Result<(), Error> {
         self.make_cached();
         // A device may take any time: the call must not delay other clients of this thread.

@@ -193,6 +193,13 @@ unsafe impl IoQueue for AnyQueue {
         on!(&mut self.kernel, queue => unsafe { queue.push(&transfer, token) })
     }
 
+    fn cancel(&mut self, token: Token) {
+        if self.remote.as_mut().is_some_and(|remote| remote.cancel(token)) {
+            return;
+        }
+        on!(&mut self.kernel, queue => queue.cancel(token));
+    }
+
     #[inline]
     fn submit(&mut self) -> Result<(), Error> {
         self.begin();

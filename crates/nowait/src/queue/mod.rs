@@ -71,6 +71,11 @@ pub unsafe trait IoQueue {
     /// valid and is not accessed otherwise (not written, for a transfer to the device).
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull>;
 
+    /// Ends the transfer under `token`, which was pushed and not drained, early if that is possible. It completes
+    /// once, as every other one: with `-ECANCELED` or 0 if nothing was moved, otherwise with its outcome. A queue that
+    /// cannot do that does nothing.
+    fn cancel(&mut self, _token: Token) {}
+
     /// Submits all pushed transfers with at most one system call.
     ///
     /// # Errors

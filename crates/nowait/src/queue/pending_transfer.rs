@@ -44,6 +44,11 @@ impl PendingTransfer {
         Self { transfer, slot, completions, ended: false }
     }
 
+    /// The slot of its token.
+    pub(crate) const fn slot(&self) -> u32 {
+        self.slot
+    }
+
     /// The bytes of the storage that are moved.
     #[must_use]
     pub fn range(&self) -> ByteRange {

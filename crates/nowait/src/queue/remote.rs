@@ -92,6 +92,19 @@ impl RemoteFiles {
         }
     }
 
+    /// Ends a pushed transfer that has not begun, with `ECANCELED`; false if there is none under `token`.
+    pub(crate) fn cancel(&mut self, token: Token) -> bool {
+        for &number in &self.pushed {
+            if let Some(RemoteFile::Transfers(_, pushed)) = self.files.get_mut(number)
+                && let Some(n) = pushed.iter().position(|it| it.slot() == token::slot_of(token))
+            {
+                pushed.remove(n).fail(libc::ECANCELED);
+                return true;
+            }
+        }
+        false
+    }
+
     /// Begins the pushed transfers.
     pub(crate) fn begin(&mut self) {
         for number in self.pushed.drain(..) {

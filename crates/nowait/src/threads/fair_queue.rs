@@ -134,6 +134,26 @@ impl<J: WorkItem> FairQueue<J> {
         taken
     }
 
+    /// Removes the first job for which `is_it` of those of a client of a device that are queued.
+    pub(crate) fn remove(&mut self, device: u64, id: u64, is_it: impl Fn(&J) -> bool) -> Option<J> {
+        let index = self.devices.find(device)?;
+        let client = self.clients.get_mut(&(index, id))?;
+        let at = client.items.iter().position(is_it)?;
+        let job = client.items.remove(at)?;
+        let is_empty = client.items.is_empty();
+        let is_gone = is_empty && client.running == 0;
+        let device = &mut self.devices[index];
+        device.queued -= 1;
+        if is_empty && std::mem::take(&mut client.listed) {
+            device.clients.retain(|&listed| listed != id);
+        }
+        if is_gone {
+            self.clients.remove(&(index, id));
+        }
+        self.devices.update(index);
+        Some(job)
+    }
+
     /// Runs of jobs of the device `id` that were taken and have not ended.
     pub(crate) fn running(&self, id: u64) -> usize {
         self.devices.find(id).map_or(0, |index| self.devices[index].running)

@@ -311,6 +311,17 @@ impl<J: WorkItem> ThreadPool<J> {
         }
     }
 
+    /// Takes the job of this client of a device for which `is_it`, if it has not begun.
+    pub(crate) fn remove(&self, device: u64, client: u64, is_it: impl Fn(&J) -> bool) -> Option<J> {
+        let mut state = self.shared.lock();
+        #[cfg(feature = "sim")]
+        if let Some(by_hand) = &mut state.manual {
+            let at = by_hand.iter().position(is_it)?;
+            return by_hand.remove(at);
+        }
+        state.queue.remove(device, client, is_it)
+    }
+
     /// Takes the queued jobs of `device`, in order for each client, for the caller to answer them;
     /// and tells how many runs of its jobs have begun and not returned. For a device that is removed
     /// while others go on. Costs as much as there are clients with jobs, in all devices.

@@ -353,3 +353,29 @@ fn in_steady_state_no_list_is_allocated() {
         assert_eq!(Some(round(&mut queue, first)), warm);
     }
 }
+
+#[test]
+fn a_job_that_is_removed_is_not_taken_and_its_client_and_device_go_on() {
+    let mut queue = FairQueue::new(usize::MAX, usize::MAX);
+    for number in [1, 2, 3] {
+        queue.push(job(1, 7, number));
+    }
+    queue.push(job(1, 8, 4));
+    queue.push(job(2, 7, 5));
+    let mut remove = |device, client, number| {
+        let removed = queue.remove(device, client, |job| job.number == number);
+        removed.map(|job| job.number)
+    };
+    assert_eq!((remove(1, 7, 2), remove(1, 7, 2)), (Some(2), None));
+    assert_eq!((remove(1, 9, 1), remove(3, 7, 1)), (None, None), "it is another's");
+    assert_eq!((remove(1, 8, 4), remove(2, 7, 5)), (Some(4), Some(5)), "the last ones");
+    assert_eq!((queue.ready(), queued(&queue)), (2, 2));
+    // One whose client has a run that has not ended.
+    let (id, run) = pop(&mut queue).unwrap();
+    assert_eq!((run, queue.remove(1, 7, |_| true).map(|job| job.number)), (vec![1], Some(3)));
+    end(&mut queue, id);
+    queue.push(job(1, 7, 6));
+    assert_eq!(popped(&mut queue), [6]);
+    end(&mut queue, (1, 7));
+    assert!(queue.devices.is_empty());
+}
