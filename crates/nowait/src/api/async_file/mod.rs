@@ -107,7 +107,7 @@ use channel::Channel;
 pub struct AsyncFile {
     shared: Arc<AsyncFileInner>,
     /// Of each read and write of this handle, beside its own.
-    flags: Flags,
+    pub(super) flags: Flags,
     timeout: Option<Duration>,
 }
 
@@ -358,20 +358,7 @@ impl AsyncFile {
         async move { request.await.0.map(|_| ()) }
     }
 
-    /// A read or write of the first `len` bytes of `buffer`.
-    #[cfg(any(feature = "futures-io", all(feature = "tokio", not(loom))))]
-    pub(crate) fn request_of(
-        &self,
-        op: Op,
-        pos: u64,
-        len: usize,
-        buffer: IoBuffer,
-    ) -> TimedRequest<RequestFuture> {
-        let range = ByteRange::new(pos, len.min(buffer.len()) as u64);
-        self.request(op, self.flags, range, buffer)
-    }
-
-    fn request(
+    pub(super) fn request(
         &self,
         op: Op,
         flags: Flags,

@@ -3,6 +3,48 @@
 //! Invariant: one request is in flight at most. `ready` are bytes of `buffer` that stand in the file from
 //! `pos` on; it is empty while a request has the buffer.
 
+/// The traits that two crates have with the same methods, but for `$close`.
+macro_rules! common_traits {
+    ($($io:ident)::+, $close:ident) => {
+        impl<F: StreamFile> $($io)::+::AsyncBufRead for FileStream<F> {
+            fn poll_fill_buf(
+                self: Pin<&mut Self>,
+                context: &mut Context<'_>,
+            ) -> Poll<io::Result<&[u8]>> {
+                self.get_mut().poll_fill(context)
+            }
+
+            fn consume(mut self: Pin<&mut Self>, count: usize) {
+                self.take(count);
+            }
+        }
+
+        impl<F: StreamFile> $($io)::+::AsyncWrite for FileStream<F> {
+            fn poll_write(
+                mut self: Pin<&mut Self>,
+                context: &mut Context<'_>,
+                data: &[u8],
+            ) -> Poll<io::Result<usize>> {
+                self.poll_send(context, data)
+            }
+
+            fn poll_flush(
+                mut self: Pin<&mut Self>,
+                context: &mut Context<'_>,
+            ) -> Poll<io::Result<()>> {
+                self.poll_idle(context)
+            }
+
+            fn $close(
+                mut self: Pin<&mut Self>,
+                context: &mut Context<'_>,
+            ) -> Poll<io::Result<()>> {
+                self.poll_idle(context)
+            }
+        }
+    };
+}
+
 #[cfg(feature = "futures-io")]
 mod futures_traits;
 mod stream_file;
@@ -17,6 +59,7 @@ use std::task::{Context, Poll, ready};
 
 use crate::api::async_file::AsyncFile;
 use crate::memory::io_buffer::IoBuffer;
+use crate::types::byte_range::ByteRange;
 use crate::types::request::Op;
 pub use stream_file::StreamFile;
 
@@ -138,6 +181,23 @@ impl<F: StreamFile> FileStream<F> {
         self.pos += bytes as u64;
     }
 
+    /// Gives at most `room` of the bytes at the position to `put`, and moves it over them. Returns their number.
+    fn poll_copy(
+        &mut self,
+        context: &mut Context<'_>,
+        room: usize,
+        put: impl FnOnce(&[u8]),
+    ) -> Poll<io::Result<usize>> {
+        if room == 0 {
+            return Poll::Ready(Ok(0));
+        }
+        let bytes = ready!(self.poll_fill(context))?;
+        let count = bytes.len().min(room);
+        put(&bytes[..count]);
+        self.take(count);
+        Poll::Ready(Ok(count))
+    }
+
     /// Sends a write of as much of `data` as one request holds, and returns how much that is.
     fn poll_send(&mut self, context: &mut Context<'_>, data: &[u8]) -> Poll<io::Result<usize>> {
         ready!(self.poll_idle(context))?;
@@ -187,7 +247,8 @@ impl<F: StreamFile> FileStream<F> {
     fn begin(&mut self, op: Op, pos: u64, len: usize) -> io::Result<()> {
         self.reserve()?;
         self.ready = 0..0;
-        let future = self.file.request(op, pos, len, std::mem::take(&mut self.buffer));
+        let (buffer, range) = (std::mem::take(&mut self.buffer), ByteRange::new(pos, len as u64));
+        let future = self.file.request(op, range, buffer);
         self.request = Some(InFlight { future, op, pos, len });
         Ok(())
     }

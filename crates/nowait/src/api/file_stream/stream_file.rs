@@ -6,6 +6,7 @@ use crate::api::async_file::{self, AsyncFile};
 use crate::api::local_file::{LocalAsyncFile, request_future};
 use crate::api::timed_request::TimedRequest;
 use crate::memory::io_buffer::IoBuffer;
+use crate::types::byte_range::ByteRange;
 use crate::types::error::Error;
 use crate::types::request::Op;
 
@@ -17,37 +18,31 @@ pub trait StreamRequests: Unpin {
     /// A read or a write.
     type Request: Future<Output = (Result<usize, Error>, IoBuffer)> + Unpin;
 
-    /// A read or write of the first `len` bytes of `buffer`.
-    fn request(&self, op: Op, pos: u64, len: usize, buffer: IoBuffer) -> Self::Request;
+    /// A read or write of `range`, which is no longer than `buffer`.
+    fn request(&self, op: Op, range: ByteRange, buffer: IoBuffer) -> Self::Request;
 
     /// Bytes of the file at present.
     fn size(&self) -> u64;
 }
 
-impl StreamFile for AsyncFile {}
+/// A file of which there are streams, and its requests.
+macro_rules! stream_file {
+    ($file:ty, $request:ty) => {
+        impl StreamFile for $file {}
 
-impl StreamRequests for AsyncFile {
-    type Request = TimedRequest<async_file::RequestFuture>;
+        impl StreamRequests for $file {
+            type Request = TimedRequest<$request>;
 
-    fn request(&self, op: Op, pos: u64, len: usize, buffer: IoBuffer) -> Self::Request {
-        self.request_of(op, pos, len, buffer)
-    }
+            fn request(&self, op: Op, range: ByteRange, buffer: IoBuffer) -> Self::Request {
+                Self::request(self, op, self.flags, range, buffer)
+            }
 
-    fn size(&self) -> u64 {
-        Self::size(self)
-    }
+            fn size(&self) -> u64 {
+                Self::size(self)
+            }
+        }
+    };
 }
 
-impl StreamFile for LocalAsyncFile {}
-
-impl StreamRequests for LocalAsyncFile {
-    type Request = TimedRequest<request_future::RequestFuture>;
-
-    fn request(&self, op: Op, pos: u64, len: usize, buffer: IoBuffer) -> Self::Request {
-        self.request_of(op, pos, len, buffer)
-    }
-
-    fn size(&self) -> u64 {
-        Self::size(self)
-    }
-}
+stream_file!(AsyncFile, async_file::RequestFuture);
+stream_file!(LocalAsyncFile, request_future::RequestFuture);

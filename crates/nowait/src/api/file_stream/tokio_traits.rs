@@ -4,9 +4,11 @@ use std::io::{self, SeekFrom};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use tokio::io::{AsyncBufRead, AsyncRead, AsyncSeek, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncSeek, ReadBuf};
 
 use crate::api::file_stream::{FileStream, StreamFile};
+
+common_traits!(tokio::io, poll_shutdown);
 
 impl<F: StreamFile> AsyncRead for FileStream<F> {
     fn poll_read(
@@ -14,24 +16,8 @@ impl<F: StreamFile> AsyncRead for FileStream<F> {
         context: &mut Context<'_>,
         memory: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if memory.remaining() == 0 {
-            return Poll::Ready(Ok(()));
-        }
-        let bytes = ready!(self.poll_fill(context))?;
-        let count = bytes.len().min(memory.remaining());
-        memory.put_slice(&bytes[..count]);
-        self.take(count);
-        Poll::Ready(Ok(()))
-    }
-}
-
-impl<F: StreamFile> AsyncBufRead for FileStream<F> {
-    fn poll_fill_buf(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<&[u8]>> {
-        self.get_mut().poll_fill(context)
-    }
-
-    fn consume(mut self: Pin<&mut Self>, count: usize) {
-        self.take(count);
+        let room = memory.remaining();
+        self.poll_copy(context, room, |bytes| memory.put_slice(bytes)).map_ok(|_| ())
     }
 }
 
@@ -48,23 +34,5 @@ impl<F: StreamFile> AsyncSeek for FileStream<F> {
         let sought = ready!(self.poll_seek_to(context, target));
         self.seek_to = None;
         Poll::Ready(sought)
-    }
-}
-
-impl<F: StreamFile> AsyncWrite for FileStream<F> {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        data: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        self.poll_send(context, data)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.poll_idle(context)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.poll_idle(context)
     }
 }

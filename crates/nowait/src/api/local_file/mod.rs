@@ -93,7 +93,7 @@ use shared_engine::SharedEngine;
 pub struct LocalAsyncFile {
     state: Rc<FileState>,
     /// Of each read and write of this handle, beside its own.
-    flags: Flags,
+    pub(super) flags: Flags,
     timeout: Option<Duration>,
 }
 
@@ -296,20 +296,7 @@ impl LocalAsyncFile {
         async move { request.await.0.map(|_| ()) }
     }
 
-    /// A read or write of the first `len` bytes of `buffer`.
-    #[cfg(any(feature = "futures-io", all(feature = "tokio", not(loom))))]
-    pub(crate) fn request_of(
-        &self,
-        op: Op,
-        pos: u64,
-        len: usize,
-        buffer: IoBuffer,
-    ) -> TimedRequest<RequestFuture> {
-        let range = ByteRange::new(pos, len.min(buffer.len()) as u64);
-        self.request(op, self.flags, range, buffer)
-    }
-
-    fn request(
+    pub(super) fn request(
         &self,
         op: Op,
         flags: Flags,
