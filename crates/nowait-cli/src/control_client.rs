@@ -9,6 +9,7 @@ use nowait_control::{Client, ClientError, Proof, Token};
 use nowait_daemon::error::{CliError, os_message, plain};
 use nowait_nbd::Address;
 use nowait_nbd::client::{CipherSuites, Credentials};
+use nowait_remote::Location;
 use serde::Serialize;
 
 use crate::args::control_args::ServerArgs;
@@ -102,6 +103,14 @@ pub(crate) fn absolute(path: &Path) -> Result<String, CliError> {
     let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let text = absolute.into_os_string().into_string();
     text.map_err(|_| CliError::at(path, "a path that is not text cannot be sent"))
+}
+
+/// An image as it is sent to a server: a URI as it is.
+pub(crate) fn image_name(image: &Path) -> Result<String, CliError> {
+    match Location::parse(&image.into()).map_err(|error| CliError::at(image, error))? {
+        Location::File(path) => absolute(&path),
+        location => Ok(location.to_string()),
+    }
 }
 
 /// Prints the answer of the server of `args`: as JSON, or in `words`.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use nowait_image::{ChainOptions, Compression, Format, ImageError};
 
-use crate::copy_loop::Endpoints;
+use crate::copy_loop::{Endpoints, Timing};
 pub use crate::copy_loop::{Phase, Progress};
 use crate::disk::{self, CopySource, CopyTarget};
 use crate::endpoint::{Capabilities, Endpoint};
@@ -234,11 +234,9 @@ pub fn copy(
         memory: options.requests.max(1) * request_bytes as usize,
         cancel,
         report_progress,
-        last_report: None,
+        timing: Timing::default(),
         has_written: false,
         is_incremental: options.increment.is_some(),
-        deadline: None,
-        rate: None,
     };
     let zeros = Zeros { block: zero_block, target_is_zero: is_zero };
     let is_in_place = matches!(kind, TargetKind::InPlace);

@@ -60,14 +60,20 @@ pub(crate) struct Endpoints<'a> {
     pub(crate) memory: usize,
     pub(crate) cancel: &'a AtomicBool,
     pub(crate) report_progress: &'a mut dyn FnMut(Progress),
-    pub(crate) last_report: Option<Instant>,
+    pub(crate) timing: Timing,
     /// Whether a request that changes the target was submitted.
     pub(crate) has_written: bool,
     /// Whether the source tells what is dirty, and the rest is on the target already.
     pub(crate) is_incremental: bool,
-    /// When the copy ends, complete or not, without waiting for what is in flight.
+}
+
+/// When a copy ends, goes on, and reports.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Timing {
+    /// When it ends, complete or not, without waiting for what is in flight.
     pub(crate) deadline: Option<Instant>,
     pub(crate) rate: Option<Rate>,
+    pub(crate) last_report: Option<Instant>,
 }
 
 /// The most bytes a second that are moved.
@@ -150,20 +156,23 @@ impl Endpoints<'_> {
 
     /// Whether the copy has to end although it is not complete.
     pub(crate) fn is_late(&self) -> bool {
-        self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
+        self.timing.deadline.is_some_and(|deadline| Instant::now() >= deadline)
     }
 
     /// Whether more may begin to be moved now.
     pub(crate) fn may_move(&self) -> bool {
-        self.rate.is_none_or(|rate| rate.allows())
+        self.timing.rate.is_none_or(|rate| rate.allows())
     }
 
     /// Reports progress, if `PROGRESS_INTERVAL` has passed or the phase is complete.
     pub(crate) fn report(&mut self, phase: Phase, done: u64, moved: u64) {
         let now = Instant::now();
-        let due = self.last_report.is_none_or(|last| now.duration_since(last) >= PROGRESS_INTERVAL);
+        let due = self
+            .timing
+            .last_report
+            .is_none_or(|last| now.duration_since(last) >= PROGRESS_INTERVAL);
         if due || done == self.size {
-            self.last_report = Some(now);
+            self.timing.last_report = Some(now);
             (self.report_progress)(Progress { phase, done, total: self.size, moved });
         }
     }

@@ -35,7 +35,7 @@ const GRANULE_BYTES: u64 = 4096;
 
 /// The content of a disk's files.
 pub(crate) enum Content {
-    /// A new file that holds the disk's bytes themselves, or a disk that somebody else keeps open.
+    /// A new file that holds the disk's bytes themselves, or a disk that the caller keeps open.
     Raw,
     /// An image; the handle holds its locks.
     Image(Image),

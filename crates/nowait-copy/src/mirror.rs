@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use nowait::{BlockDevice, BlockMap, ByteRange};
 
-use crate::copy_loop::{Endpoints, Progress, Rate};
+use crate::copy_loop::{Endpoints, Progress, Rate, Timing};
 use crate::endpoint::Endpoint;
 use crate::error::Error;
 use crate::file_endpoint::{self, Content};
@@ -81,11 +81,9 @@ impl<'a> Mirror<'a> {
             target: to,
             cancel,
             report_progress,
-            last_report: None,
             has_written: false,
             is_incremental: false,
-            deadline: None,
-            rate: rate.map(Rate::new),
+            timing: Timing { rate: rate.map(Rate::new), ..Timing::default() },
         };
         Ok(Self { endpoints, left_over: 0 })
     }
@@ -107,7 +105,7 @@ impl<'a> Mirror<'a> {
     /// # Errors
     /// Those of either side; [`Error::Interrupted`].
     pub fn copy_all(&mut self, target_is_zero: bool) -> Result<(), Error> {
-        self.endpoints.deadline = None;
+        self.endpoints.timing.deadline = None;
         self.endpoints.is_incremental = false;
         let extents = self.endpoints.extents(target_is_zero);
         transfer::copy(&mut self.endpoints, extents, zeros(target_is_zero)).map(drop)
@@ -122,7 +120,7 @@ impl<'a> Mirror<'a> {
         ranges: &[ByteRange],
         deadline: Option<Instant>,
     ) -> Result<MirrorPart, Error> {
-        self.endpoints.deadline = deadline;
+        self.endpoints.timing.deadline = deadline;
         self.endpoints.is_incremental = true;
         let clean = ZeroMap::outside(self.endpoints.size, ranges);
         let extents = ExtentIterator::incremental(self.endpoints.size, clean);
@@ -135,7 +133,7 @@ impl<'a> Mirror<'a> {
     /// # Errors
     /// As [`Mirror::copy_all`].
     pub fn flush(&mut self, deadline: Option<Instant>) -> Result<MirrorPart, Error> {
-        self.endpoints.deadline = deadline;
+        self.endpoints.timing.deadline = deadline;
         let ended = transfer::flush(&mut self.endpoints)?;
         Ok(self.ended(ended))
     }

@@ -220,7 +220,7 @@ impl Transfer<'_, '_> {
                 return;
             }
         }
-        self.endpoints.rate.iter_mut().for_each(|rate| rate.count(range.len));
+        self.endpoints.timing.rate.iter_mut().for_each(|rate| rate.count(range.len));
         let tag = self.pieces.insert(piece) as u64;
         match memory {
             Some(mut memory) if source_zero => {

@@ -521,7 +521,7 @@ pub(crate) struct ReplicateCommand {
     /// The name of the export, or @ID
     #[arg(value_name = "EXPORT")]
     pub(crate) export: String,
-    /// An NBD URI of the server's --allow-uri: an export of the same size, which nobody else writes to
+    /// An NBD URI of the server's --allow-uri: an export of the same size without another writer
     pub(crate) target: Option<String>,
     /// Seconds from the begin of a round to the next, 1 to 86400; 60 without it
     #[arg(long, value_name = "SECONDS", requires = "target", value_parser = clap::value_parser!(u64).range(1..=86_400))]

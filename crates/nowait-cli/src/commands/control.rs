@@ -3,15 +3,12 @@
 //!
 //! Invariant: a change is made to the server that the user names, or to the only one there is.
 
-use std::path::Path;
-
 use nowait_control::{
     AddExport, AddFrontend, Client, ClientError, ConnectionInfo, ExportInfo, LimitsInfo,
     PatchExport, SnapshotReport, SnapshotRequest, UpgradeReport, UpgradeRequest,
 };
 use nowait_daemon::error::{CliError, plain};
 use nowait_daemon::size::{human, short};
-use nowait_remote::Location;
 use serde_json::json;
 
 use crate::args::change_args::Change;
@@ -20,7 +17,9 @@ use crate::args::control_args::{
 };
 use crate::args::upgrade_args::UpgradeArgs;
 use crate::commands::{backups, bitmaps, moves, replications};
-use crate::control_client::{absolute, ask, at, failed, no_server, print_json, tell, the_client};
+use crate::control_client::{
+    absolute, ask, at, failed, image_name, no_server, print_json, tell, the_client,
+};
 use crate::output;
 use nowait_daemon::control::control_socket;
 
@@ -142,14 +141,6 @@ pub(crate) fn export(command: &ExportCommand) -> Result<(), CliError> {
         ExportAction::Move(command) => moves::run(command),
         ExportAction::Replicate(command) => replications::run(command),
         ExportAction::Flush { name, server } => tell(server, |client| client.flush(name)),
-    }
-}
-
-/// An image as it is sent to a server: a URI as it is.
-pub(crate) fn image_name(image: &Path) -> Result<String, CliError> {
-    match Location::parse(&image.into()).map_err(|error| CliError::at(image, error))? {
-        Location::File(path) => absolute(&path),
-        location => Ok(location.to_string()),
     }
 }
 

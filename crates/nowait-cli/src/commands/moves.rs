@@ -14,8 +14,7 @@ use nowait_daemon::error::{CliError, os_message, plain};
 use nowait_daemon::size::human;
 
 use crate::args::control_args::MoveCommand;
-use crate::commands::control::image_name;
-use crate::control_client::{ask, failed, print_json, the_client};
+use crate::control_client::{ask, failed, image_name, print_json, the_client};
 use crate::output;
 
 /// How often a command that waits asks for the state of its move.

@@ -7,7 +7,6 @@ use nowait_daemon::error::{CliError, plain};
 use nowait_daemon::size::human;
 
 use crate::args::control_args::ReplicateCommand;
-use crate::commands::control::duration;
 use crate::control_client::ask;
 
 /// Begins, shows or stops a replication.
@@ -33,7 +32,7 @@ fn in_words(info: &ReplicationInfo) -> String {
     let has = match (info.instant_unix_seconds, info.consistent) {
         (None, _) => "no round is complete yet".to_owned(),
         (Some(_), true) => {
-            format!("it has the disk as of {} ago", duration(info.lag_seconds as u64))
+            format!("it has the disk as of {:.0} s ago", info.lag_seconds)
         }
         (Some(_), false) => "it is a mixture of two instants".to_owned(),
     };

@@ -175,7 +175,7 @@ fn a_disk_moves_between_files_while_it_is_written_and_the_one_before_stays_as_it
         let status = it.status();
         assert_eq!((&status["image"], &status["format"]), (&text(&target).into(), &to.into()));
         assert_served(&it, &model);
-        // Nobody holds the image before.
+        // The image before has no lock.
         let other = Server::start(&source, &["--format", from]);
         let before = other.connect().read(0, SIZE as u32).expect("all bytes");
         let mut client = it.server.connect();

@@ -106,7 +106,7 @@ impl MoveTarget {
         };
         let (file, _) = create_unnamed(&path, &options).map_err(conflict)?;
         let fd = file.file().fd().and_then(|fd| fd.try_clone_to_owned()).map_err(failed)?;
-        // A raw image whose format nobody has given is looked at the next time, too.
+        // The format of a raw image that was not given is looked at the next time, too.
         let given = start.format.is_some() || moved.options.format.is_some() || !format.is_raw();
         let handed_over = HandedOver::new(vec![fd]);
         let options = self::options(moved, Some(format).filter(|_| given), true);
