@@ -14,7 +14,8 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::common::load::load;
-use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, text};
+use crate::common::{LoopDevice, MIB, NOWAIT, Scratch, Server, accepted, text};
+use crate::upgrade::Upgraded;
 
 const SIZE: u64 = 16 * MIB;
 /// A pause that suffices under any load.
@@ -456,4 +457,53 @@ fn a_pause_that_is_too_short_leaves_the_disk_where_it_is_until_its_writers_are_s
     assert_served(&it, &model);
     it.server.stop();
     assert!(std::fs::read(&target).expect("the new place") == model);
+}
+
+#[test]
+fn a_program_that_takes_over_serves_the_new_place() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("behind", SIZE);
+    let behind = Server::start(&image, &["-f", "raw"]);
+    for is_remote in [false, true] {
+        let it = Served::start("raw", &["--verbose", "--allow-uri", behind.uri()]);
+        let mut model = filled(&it);
+        let file = it.scratch.join("moved.qcow2");
+        let target = if is_remote { behind.uri() } else { text(&file) };
+        let mut client = it.server.connect();
+        it.move_to(target, &[]);
+        let Served { server, control, scratch } = it;
+        let mut it = Upgraded::of(server, &control, scratch);
+        assert_eq!(it.upgrade()["connections"], 1);
+        client.write(8 * MIB, &[7; 4096]).expect("a write");
+        model[8 << 20..][..4096].fill(7);
+        assert!(client.read(0, SIZE as u32).expect("all bytes") == model);
+        drop(client);
+        let (scratch, _) = it.stop();
+        match is_remote {
+            true => assert!(std::fs::read(&image).expect("the new place") == model),
+            false => assert!(contents(&scratch, &file, "qcow2") == model),
+        }
+    }
+    behind.stop();
+}
+
+#[test]
+fn a_disk_moves_to_a_block_device_that_may_be_overwritten() {
+    let scratch = Scratch::new();
+    let file = scratch.random("file", SIZE, 3);
+    let Some(device) = LoopDevice::on(&file) else { return };
+    let it = Served::start("qcow2", &["--allow-dir", "/dev"]);
+    let mut model = filled(&it);
+    let before = std::fs::read(&file).expect("the device");
+    let said = it.export(&["move", "@0", text(device.path())]).fails();
+    assert!(said.contains("it is a block device") && said.contains("--overwrite-device"), "{said}");
+    let format = ["--overwrite-device", "--format", "qcow2"];
+    let said = it.export(&[&["move", "@0", text(device.path())], &format[..]].concat()).fails();
+    assert!(said.contains("only a new file has a format"), "{said}");
+    assert!(std::fs::read(&file).expect("the device") == before);
+    while_written(&it, &mut model, || it.move_to(text(device.path()), &["--overwrite-device"]));
+    assert_served(&it, &model);
+    it.server.stop();
+    drop(device);
+    assert!(std::fs::read(&file).expect("the device") == model);
 }
