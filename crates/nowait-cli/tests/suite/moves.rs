@@ -8,13 +8,14 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use nowait_testkit::nbd::{Client, Command as Request};
+use nowait_testkit::nbd::{Client, Command as Request, Mode};
 use nowait_testkit::{Finished, Random, Running, SetOnDrop, require_tool, seed, tool, wait_until};
 use rustix::process::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::common::load::load;
 use crate::common::{LoopDevice, MIB, NOWAIT, Scratch, Server, accepted, text};
+use crate::control::Controlled;
 use crate::upgrade::Upgraded;
 
 const SIZE: u64 = 16 * MIB;
@@ -506,4 +507,71 @@ fn a_disk_moves_to_a_block_device_that_may_be_overwritten() {
     it.server.stop();
     drop(device);
     assert!(std::fs::read(&file).expect("the device") == model);
+}
+
+#[test]
+fn four_disks_move_at_a_time() {
+    let it = Served::start("raw", &[]);
+    for name in ["a", "b", "c", "d", "e"] {
+        let image = it.scratch.join(name);
+        accepted(&["create", text(&image), "4M"]);
+        it.export(&["add", name, text(&image)]).succeeds();
+        let mut client =
+            Client::connect_to(&it.server.socket(), name, Mode::Structured).expect("a client");
+        client.write(0, &[7; 1 << 20]).expect("a write");
+        let target = it.scratch.join(&format!("{name}.moved"));
+        let mut begin = it.export(&["move", name, text(&target), "--rate", "4K", "--detach"]);
+        match name {
+            "e" => {
+                let said = begin.fails();
+                assert!(said.contains("4 disks are being moved already"), "{said}");
+                it.export(&["move", "a", "--cancel"]).succeeds();
+                begin.succeeds();
+            }
+            _ => _ = begin.succeeds(),
+        }
+    }
+    it.server.stop();
+}
+
+#[test]
+fn moves_and_replications_by_http_have_bounds_and_metrics() {
+    if !require_tool("curl") {
+        return;
+    }
+    let it = Controlled::start();
+    it.server.connect().write(0, &[7; 1 << 20]).expect("a write");
+    let target = it.scratch.join("images/moved");
+    let (path, replicate) = ("/v1/exports/@0/move", "/v1/exports/@0/replicate");
+    for place in [path, replicate] {
+        it.refusal("GET", place, None, 404);
+        it.refusal("DELETE", place, None, 404);
+        it.refusal("POST", place, Some(json!({"target": target, "other": 1})), 400);
+        it.refusal("POST", place, Some(json!({"target": target, "rate_bytes": 0})), 400);
+    }
+    for seconds in [0, 86_401] {
+        let body = json!({"target": "nbd://h/", "every_seconds": seconds});
+        it.refusal("POST", replicate, Some(body), 400);
+    }
+    for seconds in [1, 86_400] {
+        let body = json!({"target": "nbd://h/", "every_seconds": seconds});
+        it.refusal("POST", replicate, Some(body), 403);
+    }
+    let move_with =
+        |pause: u64| json!({"target": target, "max_pause_ms": pause, "rate_bytes": 4096});
+    for pause in [9, 60_001] {
+        it.refusal("POST", path, Some(move_with(pause)), 400);
+    }
+    for pause in [10, 60_000] {
+        let begun = it.json("POST", path, Some(move_with(pause)), 202);
+        assert_eq!((&begun["state"], &begun["running"]), (&"copying".into(), &true.into()));
+        it.refusal("POST", path, Some(move_with(pause)), 409);
+        assert_eq!(it.json("GET", path, None, 200)["total_bytes"], 8 * MIB);
+        let (_, metrics) = it.curl("GET", "/metrics", None);
+        assert!(metrics.contains("nowait_move_running{export=\"\"} 1"), "{metrics}");
+        assert_eq!(it.json("DELETE", path, None, 200)["state"], "cancelled");
+        it.refusal("DELETE", path, None, 404);
+        assert_eq!(it.json("GET", path, None, 200)["running"], false);
+    }
+    it.server.stop();
 }
