@@ -43,6 +43,8 @@ pub struct AtomicFile {
     /// Holds the lock; its path is the final name.
     file: ImageFile,
     replaces: OverwritePolicy,
+    /// The permission bits that were asked for.
+    mode: Option<u32>,
     finished: bool,
 }
 
@@ -78,7 +80,7 @@ impl AtomicFile {
             }
             Err(error) => return Err(error.to_string()),
         }
-        let atomic = Self { path, file, replaces, finished: false };
+        let atomic = Self { path, file, replaces, mode: None, finished: false };
         // Between open and lock another process may have renamed the file to its final name.
         if !atomic.is_ours() {
             return Err("another process has just made it (try again)".into());
@@ -86,6 +88,13 @@ impl AtomicFile {
         atomic.set_mode(PRIVATE_MODE).map_err(cannot)?;
         atomic.file.set_len(0).and_then(|()| atomic.file.set_len(bytes)).map_err(cannot)?;
         Ok(atomic)
+    }
+
+    /// The same file, which gets the permission bits of `mode`, as in `st_mode`, with its name.
+    #[must_use]
+    pub fn with_mode(mut self, mode: u32) -> Self {
+        self.mode = Some(mode);
+        self
     }
 
     /// The temporary name.
@@ -109,9 +118,9 @@ impl AtomicFile {
         if !self.is_ours() {
             return Err(format!("somebody has removed {}", self.path.display()));
         }
-        let mode = match self.replaces {
-            OverwritePolicy::File { mode } => mode & PERMISSION_BITS,
-            OverwritePolicy::Nothing => MODE & !umask(),
+        let mode = match (self.mode, self.replaces) {
+            (Some(mode), _) | (None, OverwritePolicy::File { mode }) => mode & PERMISSION_BITS,
+            (None, OverwritePolicy::Nothing) => MODE & !umask(),
         };
         let synced = self.set_mode(mode).and_then(|()| Ok(rustix::fs::fsync(self.file.fd()?)?));
         synced.map_err(|error| os_message(&error))?;
@@ -205,6 +214,17 @@ mod tests {
         atomic.finish().unwrap();
         assert_eq!(names(directory.path()), ["a"]);
         assert_eq!(mode(&to), MODE & !umask());
+    }
+
+    #[test]
+    fn a_file_gets_the_permissions_that_were_asked_for_with_its_name() {
+        let directory = tempfile::tempdir().unwrap();
+        let to = directory.path().join("a");
+        let atomic = AtomicFile::create(&to, BYTES, OverwritePolicy::Nothing).unwrap();
+        let atomic = atomic.with_mode(0o100_640);
+        assert_eq!(mode(atomic.path()), 0o600);
+        atomic.finish().unwrap();
+        assert_eq!(mode(&to), 0o640);
     }
 
     #[test]

@@ -3,6 +3,8 @@
 //! Invariant: a model has what the clients have written; the disk that is served has it at every moment, and so has the
 //! new place after the exchange.
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -167,6 +169,7 @@ fn a_disk_moves_between_files_while_it_is_written_and_the_one_before_stays_as_it
         let it = Served::start(from, &[]);
         let mut model = filled(&it);
         let (source, target) = (it.scratch.join("disk"), it.scratch.join("moved"));
+        std::fs::set_permissions(&source, Permissions::from_mode(0o640)).expect("a mode");
         let info = while_written(&it, &mut model, || {
             let info = it.move_to(text(&target), &["--format", to]);
             accepted(&["info", text(&source), "--format", from]);
@@ -177,6 +180,8 @@ fn a_disk_moves_between_files_while_it_is_written_and_the_one_before_stays_as_it
         let status = it.status();
         assert_eq!((&status["image"], &status["format"]), (&text(&target).into(), &to.into()));
         assert_served(&it, &model);
+        let mode = std::fs::metadata(&target).expect("the new place").permissions().mode();
+        assert_eq!(mode & 0o7777, 0o640);
         // The image before has no lock.
         let other = Server::start(&source, &["--format", from]);
         let before = other.connect().read(0, SIZE as u32).expect("all bytes");

@@ -2,13 +2,11 @@
 //!
 //! Invariant: a move that has ended does not run again.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use nowait_control::MoveInfo;
 
-use crate::moves::Task;
+use crate::moves::{Task, TaskState};
 
 /// The state of a move that has not ended, for who asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,23 +46,22 @@ impl Task for Job {
     const END: &'static str = "nowait export move NAME --cancel";
 
     fn is_running(&self) -> bool {
-        self.lock().running
+        self.state.lock().running
     }
 
     /// The disk is to stay where it is.
     fn cancel(&self) {
-        self.cancel.store(true, Ordering::Relaxed);
+        self.state.cancel();
     }
 
     fn target(&self) -> String {
-        self.lock().target.clone()
+        self.state.lock().target.clone()
     }
 }
 
 /// A move.
 pub(crate) struct Job {
-    cancel: AtomicBool,
-    info: Mutex<MoveInfo>,
+    pub(crate) state: TaskState<MoveInfo>,
 }
 
 impl Job {
@@ -80,56 +77,42 @@ impl Job {
             left_bytes,
             ..MoveInfo::default()
         };
-        Self { cancel: AtomicBool::new(false), info: Mutex::new(info) }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, MoveInfo> {
-        self.info.lock().unwrap_or_else(PoisonError::into_inner)
+        Self { state: TaskState::new(info) }
     }
 
     /// What is known of it.
     pub(crate) fn info(&self) -> MoveInfo {
-        self.lock().clone()
-    }
-
-    /// Whether it is to end.
-    pub(crate) fn is_cancelled(&self) -> bool {
-        self.cancel.load(Ordering::Relaxed)
-    }
-
-    /// The flag that says so.
-    pub(crate) const fn cancel_flag(&self) -> &AtomicBool {
-        &self.cancel
+        self.state.lock().clone()
     }
 
     pub(crate) fn set_stage(&self, stage: Stage) {
-        stage.name().clone_into(&mut self.lock().state);
+        stage.name().clone_into(&mut self.state.lock().state);
     }
 
     /// Bytes that were copied so far, and those that are left.
     pub(crate) fn set_progress(&self, copied: u64, left: u64) {
-        let mut info = self.lock();
+        let mut info = self.state.lock();
         (info.copied_bytes, info.left_bytes) = (copied, left);
     }
 
     /// What has changed was copied once more.
     pub(crate) fn count_round(&self) {
-        self.lock().rounds += 1;
+        self.state.lock().rounds += 1;
     }
 
     /// Adds a line for the user.
     pub(crate) fn note(&self, line: String) {
-        self.lock().notes.push(line);
+        self.state.lock().notes.push(line);
     }
 
     /// Whether there is a line for the user.
     pub(crate) fn has_notes(&self) -> bool {
-        !self.lock().notes.is_empty()
+        !self.state.lock().notes.is_empty()
     }
 
     /// It has ended so.
     pub(crate) fn end(&self, end: &End) {
-        let mut info = self.lock();
+        let mut info = self.state.lock();
         info.running = false;
         info.state = match end {
             End::Completed(pause) => {

@@ -10,6 +10,7 @@ pub(crate) mod replica;
 pub(crate) mod replica_thread;
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -36,6 +37,39 @@ pub(crate) trait Task {
     fn cancel(&self);
     /// The path or URI that it writes to.
     fn target(&self) -> String;
+}
+
+/// What is known of a task, and whether it is to end.
+pub(crate) struct TaskState<I> {
+    cancel: AtomicBool,
+    info: Mutex<I>,
+}
+
+impl<I> TaskState<I> {
+    /// A task of which `info` is known.
+    pub(crate) fn new(info: I) -> Self {
+        Self { cancel: AtomicBool::new(false), info: Mutex::new(info) }
+    }
+
+    /// What is known of it.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, I> {
+        self.info.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// It is to end.
+    pub(crate) fn cancel(&self) {
+        self.cancel.store(true, Ordering::Relaxed);
+    }
+
+    /// The flag that says so.
+    pub(crate) const fn cancel_flag(&self) -> &AtomicBool {
+        &self.cancel
+    }
+
+    /// Whether it is to end.
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.cancel.load(Ordering::Relaxed)
+    }
 }
 
 /// The tasks of one kind of a server; clones share them.

@@ -213,7 +213,8 @@ impl MoveThread {
         let mut report = |progress| counter.on_progress(progress);
         let device = target.disk().image.device();
         let to = MirroredDisk { name: target.name.clone(), device };
-        let mut mirror = Mirror::new(&self.source, &to, self.rate, job.cancel_flag(), &mut report)?;
+        let mut mirror =
+            Mirror::new(&self.source, &to, self.rate, job.state.cancel_flag(), &mut report)?;
         let moved = self.copy_and_pivot(&mut mirror, &counter, target);
         *has_written = mirror.has_written();
         moved
@@ -241,7 +242,7 @@ impl MoveThread {
         self.job.set_stage(Stage::Following);
         let mut target = Some(target);
         loop {
-            if self.job.is_cancelled() {
+            if self.job.state.is_cancelled() {
                 return Err(Error::Interrupted.into());
             }
             let left = self.tracker.changed_bytes();

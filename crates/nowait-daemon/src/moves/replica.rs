@@ -2,19 +2,16 @@
 //!
 //! Invariant: the instant is that of the last round that is complete and durable on the target.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use nowait_control::ReplicationInfo;
 
-use crate::moves::Task;
+use crate::moves::{Task, TaskState};
 
 /// A replication.
 pub(crate) struct Replica {
-    cancel: AtomicBool,
+    pub(crate) state: TaskState<ReplicationInfo>,
     since: SystemTime,
-    info: Mutex<ReplicationInfo>,
 }
 
 impl Task for Replica {
@@ -22,15 +19,15 @@ impl Task for Replica {
     const END: &'static str = "nowait export replicate NAME --stop";
 
     fn is_running(&self) -> bool {
-        self.lock().running
+        self.state.lock().running
     }
 
     fn cancel(&self) {
-        self.cancel.store(true, Ordering::Relaxed);
+        self.state.cancel();
     }
 
     fn target(&self) -> String {
-        self.lock().target.clone()
+        self.state.lock().target.clone()
     }
 }
 
@@ -44,51 +41,37 @@ impl Replica {
             every_seconds: every.as_secs(),
             ..ReplicationInfo::default()
         };
-        Self { cancel: AtomicBool::new(false), since: SystemTime::now(), info: Mutex::new(info) }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, ReplicationInfo> {
-        self.info.lock().unwrap_or_else(PoisonError::into_inner)
+        Self { state: TaskState::new(info), since: SystemTime::now() }
     }
 
     /// What is known of it.
     pub(crate) fn info(&self) -> ReplicationInfo {
-        let info = self.lock().clone();
+        let info = self.state.lock().clone();
         let instant = info.instant_unix_seconds.map(|it| UNIX_EPOCH + Duration::from_secs_f64(it));
         let lag = SystemTime::now().duration_since(instant.unwrap_or(self.since));
         ReplicationInfo { lag_seconds: lag.unwrap_or_default().as_secs_f64(), ..info }
     }
 
-    /// Whether it is to end.
-    pub(crate) fn is_cancelled(&self) -> bool {
-        self.cancel.load(Ordering::Relaxed)
-    }
-
-    /// The flag that says so.
-    pub(crate) const fn cancel_flag(&self) -> &AtomicBool {
-        &self.cancel
-    }
-
     /// A round begins to copy: the target is a mixture from now on.
     pub(crate) fn begin_copying(&self) {
-        let mut info = self.lock();
+        let mut info = self.state.lock();
         "copying".clone_into(&mut info.state);
         info.consistent = false;
     }
 
     /// Counts `bytes` that were copied.
     pub(crate) fn count(&self, bytes: u64) {
-        self.lock().copied_bytes += bytes;
+        self.state.lock().copied_bytes += bytes;
     }
 
     /// Bytes that are to be copied.
     pub(crate) fn set_left(&self, bytes: u64) {
-        self.lock().left_bytes = bytes;
+        self.state.lock().left_bytes = bytes;
     }
 
     /// The target has the disk as of `instant`.
     pub(crate) fn on_round(&self, instant: SystemTime) {
-        let mut info = self.lock();
+        let mut info = self.state.lock();
         "waiting".clone_into(&mut info.state);
         info.rounds += 1;
         info.consistent = true;
@@ -99,7 +82,7 @@ impl Replica {
 
     /// A round has failed; it is tried again.
     pub(crate) fn on_failure(&self, why: String) {
-        let mut info = self.lock();
+        let mut info = self.state.lock();
         "retrying".clone_into(&mut info.state);
         info.failures += 1;
         info.last_error = Some(why);
@@ -107,7 +90,7 @@ impl Replica {
 
     /// It has ended.
     pub(crate) fn end(&self) {
-        let mut info = self.lock();
+        let mut info = self.state.lock();
         "stopped".clone_into(&mut info.state);
         info.running = false;
     }

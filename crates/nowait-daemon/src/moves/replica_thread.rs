@@ -91,7 +91,7 @@ impl ReplicaThread {
 
     fn run(self, mut rounds: Rounds) {
         let source = plain(&self.source);
-        while !self.replica.is_cancelled() {
+        while !self.replica.state.is_cancelled() {
             let begin = Instant::now();
             let wait = match self.round(&mut rounds) {
                 Ok(instant) => {
@@ -102,7 +102,7 @@ impl ReplicaThread {
                     self.replica.on_round(instant);
                     self.every.saturating_sub(begin.elapsed())
                 }
-                Err(why) if !self.replica.is_cancelled() => {
+                Err(why) if !self.replica.state.is_cancelled() => {
                     if rounds.failures == 0 {
                         warn!("{source}: it is not replicated: {why}");
                     }
@@ -122,7 +122,7 @@ impl ReplicaThread {
     }
 
     fn wait(&self, rounds: &Rounds, until: Instant) {
-        while Instant::now() < until && !self.replica.is_cancelled() {
+        while Instant::now() < until && !self.replica.state.is_cancelled() {
             let changed = rounds.changes.as_ref().map(ChangeTracker::changed_bytes);
             self.replica.set_left(changed.unwrap_or(self.size));
             thread::sleep(LOOK_INTERVAL.min(until.saturating_duration_since(Instant::now())));
@@ -205,7 +205,7 @@ impl ReplicaThread {
                 self.replica.set_left(rest);
             }
         };
-        let cancel = self.replica.cancel_flag();
+        let cancel = self.replica.state.cancel_flag();
         let mut mirror = Mirror::new(&source, &target, self.rate, cancel, &mut report)?;
         let Some(changes) = changes else {
             mirror.copy_all(false)?;

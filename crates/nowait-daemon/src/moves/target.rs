@@ -4,7 +4,7 @@
 //! until it is complete.
 
 use std::fs;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use nowait_control::{ControlError, StartMove};
@@ -15,6 +15,8 @@ use nowait_remote::Location;
 use crate::config::export_spec::NamedExport;
 use crate::disks::allowed_places::{AllowedPlaces, absolute};
 use crate::disks::open_disk::{Common, ImageIdentity, OpenedDisk};
+
+const PRIVATE_MODE: u32 = 0o600;
 
 /// The disk that moves, as it is served.
 pub(crate) struct MovedDisk {
@@ -105,6 +107,7 @@ impl MoveTarget {
             ..CreateOptions::new(format, Some(moved.size))
         };
         let (file, _) = create_unnamed(&path, &options).map_err(conflict)?;
+        let file = file.with_mode(mode_of(moved));
         let fd = file.file().fd().and_then(|fd| fd.try_clone_to_owned()).map_err(failed)?;
         // The format of a raw image that was not given is looked at the next time, too.
         let given = start.format.is_some() || moved.options.format.is_some() || !format.is_raw();
@@ -153,6 +156,12 @@ fn options(moved: &MovedDisk, format: Option<Format>, no_links: bool) -> ChainOp
         handed_over: HandedOver::default(),
         ..moved.options.clone()
     }
+}
+
+/// The permission bits for a new file: those of the file before. What was no file is for the user of the server only.
+fn mode_of(moved: &MovedDisk) -> u32 {
+    let before = fs::metadata(&moved.named.image).ok().filter(fs::Metadata::is_file);
+    before.map_or(PRIVATE_MODE, |before| before.mode())
 }
 
 fn is_block_device(path: &Path) -> bool {
