@@ -10,7 +10,11 @@ use std::sync::Arc;
 use nowait_copy::Error;
 
 use crate::directory::Directory;
-use crate::manifest::{Header, MAX_FILES, MAX_MANIFEST_BYTES, Manifest};
+#[cfg(not(feature = "encryption"))]
+use crate::disabled::Keys;
+#[cfg(feature = "encryption")]
+use crate::encryption::Keys;
+use crate::manifest::{ENCRYPTED, Header, MAX_FILES, MAX_MANIFEST_BYTES, Manifest};
 use crate::place::{Access, FileName, Place};
 use crate::table::Table;
 
@@ -78,14 +82,29 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// Opens the chain in the directory `path`. With [`Access::Add`] the directory is made if it is absent.
+    /// Opens the chain in the directory `path`, encrypted by `keys` if there are any. With [`Access::Add`] the directory is made if
+    /// it is absent.
     ///
     /// # Errors
     /// There is no chain in the directory; another process uses it; it cannot be read.
-    pub fn open(path: &Path, access: Access) -> Result<Self, Error> {
+    pub fn open(path: &Path, access: Access, keys: Option<Keys>) -> Result<Self, Error> {
         let name = path.display().to_string();
         let place = Directory::open(path, access).map_err(|what| Error::at(&name, what))?;
-        Self::in_place(Arc::new(place), name)
+        let place: Arc<dyn Place> = Arc::new(place);
+        let Some(keys) = keys else {
+            let chain = Self::in_place(place, name)?;
+            return match chain.points.values().find_map(|point| is_encrypted(point.as_ref().err()))
+            {
+                Some(why) => Err(chain.error(why)),
+                None => Ok(chain),
+            };
+        };
+        let chain = Self::in_place(keys.place(place), name)?;
+        // With keys that fit none of its points nothing is known of the chain.
+        match chain.points.values().next() {
+            Some(Err(why)) if chain.points.values().all(Result::is_err) => Err(chain.error(why)),
+            _ => Ok(chain),
+        }
     }
 
     pub(crate) fn in_place(place: Arc<dyn Place>, name: String) -> Result<Self, Error> {
@@ -107,6 +126,7 @@ impl Chain {
             let point = read(&*place, number).and_then(|manifest| {
                 match *id.get_or_insert(manifest.header.chain) == manifest.header.chain {
                     true => {
+                        place.learn(&manifest.header.recipients);
                         let info = PointInfo::of(&manifest);
                         Ok(Point { header: manifest.header, info })
                     }
@@ -221,6 +241,11 @@ impl Chain {
         }
         Ok(())
     }
+}
+
+/// The reason why a point was not read, if that is that it is encrypted.
+fn is_encrypted(why: Option<&String>) -> Option<&String> {
+    why.filter(|why| *why == ENCRYPTED)
 }
 
 /// Reads the manifest of the point `number`.

@@ -162,6 +162,7 @@ pub fn seed() -> Vec<u8> {
             block_bytes: MIN_BLOCK_BYTES,
             seconds: 0,
             bitmap: None,
+            recipients: Vec::new(),
             files: vec![DataFile { id: DATA, bytes: stored.len() as u64 }],
         };
         let entry = |block| Entry {

@@ -12,6 +12,10 @@ mod manifest;
 mod table;
 mod place;
 mod directory;
+#[cfg(feature = "encryption")]
+mod encryption;
+#[cfg(not(feature = "encryption"))]
+mod disabled;
 mod chain;
 mod data_files;
 mod point_disk;
@@ -22,6 +26,10 @@ mod prune;
 pub mod fuzz;
 
 pub use chain::{Chain, ListedPoint, PointInfo};
+#[cfg(not(feature = "encryption"))]
+pub use disabled::Keys;
+#[cfg(feature = "encryption")]
+pub use encryption::Keys;
 pub use new_point::{Contents, NewPoint};
 pub use place::Access;
 pub use point_disk::PointDisk;

@@ -7,6 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::block::{MAX_BLOCK_BYTES, MAX_BLOCKS, MIN_BLOCK_BYTES, Sum, sum_of};
 
+/// The message about a manifest that is encrypted.
+pub(crate) const ENCRYPTED: &str = "it is encrypted (give the --identity of a recipient)";
 const MAGIC: &[u8; 8] = b"nwbackup";
 /// The version of the format.
 const VERSION: u32 = 1;
@@ -80,6 +82,9 @@ pub(crate) struct Header {
     pub(crate) seconds: u64,
     /// The dirty bitmap that told what had changed.
     pub(crate) bitmap: Option<String>,
+    /// The recipients of the chain, if it is encrypted.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) recipients: Vec<String>,
     pub(crate) files: Vec<DataFile>,
 }
 
@@ -173,6 +178,9 @@ impl Manifest {
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self, String> {
         let (body, sum) = bytes.split_last_chunk::<SUM_BYTES>().ok_or("it is too short")?;
         let (prefix, rest) = body.split_first_chunk::<PREFIX_BYTES>().ok_or("it is too short")?;
+        if bytes.starts_with(b"age-encryption.org/") {
+            return Err(ENCRYPTED.into());
+        }
         if !prefix.starts_with(MAGIC) {
             return Err("it does not begin as a manifest does".into());
         }
@@ -232,6 +240,7 @@ pub(crate) mod tests {
             block_bytes: MIN_BLOCK_BYTES,
             seconds: 1_000_000_000,
             bitmap: Some("monday".into()),
+            recipients: Vec::new(),
             files: vec![DataFile { id: 5, bytes: 1000 }],
         };
         let data = Entry { sum: [3; 32], position: 900, block: 2, file: 0, len: 100 };

@@ -230,6 +230,7 @@ impl TargetDisk for NewPoint {
             block_bytes,
             seconds: now.map_or(0, |now| now.as_secs()),
             bitmap: self.bitmap.clone(),
+            recipients: self.chain.place.encrypts_for(),
             files: Vec::new(),
         };
         let words = header.blocks().div_ceil(64) as usize;

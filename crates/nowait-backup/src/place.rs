@@ -33,6 +33,14 @@ pub(crate) trait Place: Send + Sync + fmt::Debug {
 
     /// Removes a file.
     fn remove(&self, name: FileName) -> Result<(), String>;
+
+    /// The recipients that files are encrypted for; none where they are not encrypted.
+    fn encrypts_for(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// Encrypts files for `recipients`, too.
+    fn learn(&self, _recipients: &[String]) {}
 }
 
 /// A file that is read.

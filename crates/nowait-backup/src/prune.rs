@@ -120,7 +120,8 @@ fn detach(chain: &Chain, kept: &BTreeSet<u32>, cancel: &AtomicBool) -> Result<()
         let table = chain.manifest(number).and_then(|manifest| below.covered_by(manifest));
         let table = table.map_err(|what| chain.error(what))?;
         if stays {
-            let header = Header { parent: base, ..point.header.clone() };
+            let recipients = chain.place.encrypts_for();
+            let header = Header { parent: base, recipients, ..point.header.clone() };
             replace(chain, header, table, cancel)?;
             base = Some(number);
         } else {

@@ -139,7 +139,7 @@ fn back_up_as(
 }
 
 fn restored(path: &Path, number: u32) -> Result<Vec<u8>, Error> {
-    let disk = PointDisk::open(Chain::open(path, Access::Read)?, Some(number))?;
+    let disk = PointDisk::open(Chain::open(path, Access::Read, None)?, Some(number))?;
     let mut bytes = vec![0xee; disk.size() as usize];
     disk.read(0, &mut bytes).map_err(|what| Error::at(&"read", what))?;
     let extents = disk.extents(ByteRange::new(0, disk.size()));
@@ -175,7 +175,7 @@ fn add_points(path: &Path, count: usize, points: &mut Points, random: &mut Rando
         let mut disk = last.clone().unwrap_or_else(|| vec![0; DISK]);
         change(&mut disk, random);
         let by_bitmap = last.filter(|_| random.chance(50));
-        let chain = Chain::open(path, Access::Add).unwrap();
+        let chain = Chain::open(path, Access::Add, None).unwrap();
         let number = back_up(chain, &disk, by_bitmap.as_deref()).unwrap();
         assert!(points.insert(number, disk).is_none());
     }
@@ -209,7 +209,7 @@ fn each_point_of_a_random_chain_is_restored_also_after_points_were_removed() {
             add_points(path, count, &mut points, &mut random);
             assert_points(path, &points);
             let last = 1 + random.below(3) as usize;
-            let chain = Chain::open(path, Access::Remove).unwrap();
+            let chain = Chain::open(path, Access::Remove, None).unwrap();
             let pruned = prune(chain, Keep { last, ..Keep::default() }, &no_cancel()).unwrap();
             let gone = points.len().saturating_sub(last);
             points = points.into_iter().skip(gone).collect();
@@ -217,7 +217,7 @@ fn each_point_of_a_random_chain_is_restored_also_after_points_were_removed() {
             assert_eq!(pruned.removed.len(), gone);
             assert_points(path, &points);
         }
-        let chain = Chain::open(path, Access::Read).unwrap();
+        let chain = Chain::open(path, Access::Read, None).unwrap();
         let health = verify(&chain, None, &no_cancel(), &mut |_, _| {}).unwrap();
         assert!(health.len() == points.len() && health.iter().all(|it| it.is_sound()));
         assert!(chain.points().iter().all(|(_, info)| info.is_ok()));
@@ -238,16 +238,16 @@ fn a_removal_that_dies_at_any_step_leaves_every_point_that_is_there_whole() {
         let keep = Keep { last: 2, ..Keep::default() };
         let ended = prune(mortal(path, Access::Remove, steps), keep, &no_cancel());
         let is_dead = ended.is_err_and(|error| error.to_string().contains(DEAD));
-        let there = Chain::open(path, Access::List).unwrap().points();
+        let there = Chain::open(path, Access::List, None).unwrap().points();
         let there: Points =
             there.iter().map(|(number, _)| (*number, points[number].clone())).collect();
         assert!(there.contains_key(&4) && there.contains_key(&5), "step {steps}");
         assert_points(path, &there);
         // The next run removes the rest.
-        prune(Chain::open(path, Access::Remove).unwrap(), keep, &no_cancel()).unwrap();
+        prune(Chain::open(path, Access::Remove, None).unwrap(), keep, &no_cancel()).unwrap();
         let left = points.iter().skip(3).map(|(number, disk)| (*number, disk.clone()));
         assert_points(path, &left.collect());
-        assert_eq!(Chain::open(path, Access::List).unwrap().points().len(), 2);
+        assert_eq!(Chain::open(path, Access::List, None).unwrap().points().len(), 2);
         if !is_dead {
             assert!(steps > 10, "{steps} steps");
             break;
@@ -270,7 +270,7 @@ fn a_backup_that_dies_at_any_step_leaves_no_point_and_the_next_one_is_whole() {
         match ended {
             Err(why) => {
                 assert_eq!(why, DEAD);
-                let there = Chain::open(origin.path(), Access::List).unwrap();
+                let there = Chain::open(origin.path(), Access::List, None).unwrap();
                 assert_eq!(there.last(), Some(2));
                 assert_points(origin.path(), &points);
             }
@@ -295,20 +295,20 @@ fn damage_anywhere_is_found_and_named_and_spoils_only_what_needs_it() {
     let mut second = first.clone();
     second[BLOCK..BLOCK + 10].fill(9);
     for (disk, last) in [(&first, None), (&second, Some(&first[..])), (&second, None)] {
-        back_up(Chain::open(path, Access::Add).unwrap(), disk, last).unwrap();
+        back_up(Chain::open(path, Access::Add, None).unwrap(), disk, last).unwrap();
     }
     // The third point has no blocks of its own.
     let data: Vec<_> =
         names(path).into_iter().filter(|it| it.to_string_lossy().contains("data-")).collect();
     assert_eq!(data.len(), 2);
     let health = || {
-        let chain = Chain::open(path, Access::Read).unwrap();
+        let chain = Chain::open(path, Access::Read, None).unwrap();
         verify(&chain, None, &no_cancel(), &mut |_, _| {}).unwrap()
     };
     assert!(health().iter().all(|it| it.is_sound()));
     let older = data.iter().max_by_key(|it| it.metadata().unwrap().len()).unwrap();
     let whole = std::fs::read(older).unwrap();
-    let entries = Chain::open(path, Access::List).unwrap().manifest(1).unwrap().entries;
+    let entries = Chain::open(path, Access::List, None).unwrap().manifest(1).unwrap().entries;
     let places = entries.iter().flat_map(|entry| {
         let (begin, end) = (entry.position as usize, entry.position as usize + entry.len as usize);
         [
@@ -342,11 +342,11 @@ fn damage_anywhere_is_found_and_named_and_spoils_only_what_needs_it() {
     let sound: Vec<bool> = health().iter().map(|it| it.is_sound()).collect();
     assert_eq!(sound, [true, false, false]);
     assert!(restored(path, 1).is_ok() && restored(path, 2).is_err() && restored(path, 3).is_err());
-    let chain = Chain::open(path, Access::Remove).unwrap();
+    let chain = Chain::open(path, Access::Remove, None).unwrap();
     let refused = prune(chain, Keep::default(), &no_cancel()).unwrap_err().to_string();
     assert!(refused.contains("point 2 is damaged"), "{refused}");
     // With a bitmap there is nothing to stand on; without one all of the disk is there again.
-    let chain = || Chain::open(path, Access::Add).unwrap();
+    let chain = || Chain::open(path, Access::Add, None).unwrap();
     assert!(back_up(chain(), &second, Some(&second)).unwrap_err().contains("--bitmap"));
     assert_eq!(back_up(chain(), &second, None), Ok(4));
     assert!(restored(path, 4).unwrap() == second);
@@ -357,26 +357,27 @@ fn a_point_on_one_of_another_disk_is_unusable_and_is_not_pruned() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path();
     for byte in [1, 2] {
-        back_up(Chain::open(path, Access::Add).unwrap(), &vec![byte; 2 * BLOCK], None).unwrap();
+        back_up(Chain::open(path, Access::Add, None).unwrap(), &vec![byte; 2 * BLOCK], None)
+            .unwrap();
     }
-    let chain = Chain::open(path, Access::Add).unwrap();
+    let chain = Chain::open(path, Access::Add, None).unwrap();
     let mut manifest = chain.manifest(2).unwrap();
     manifest.header.size -= 1;
     chain.place.put(FileName::Point(2), &manifest.encode().unwrap()).unwrap();
     drop(chain);
-    let chain = Chain::open(path, Access::List).unwrap();
+    let chain = Chain::open(path, Access::List, None).unwrap();
     let health = verify(&chain, None, &no_cancel(), &mut |_, _| {}).unwrap();
     assert!(health[0].is_sound() && health[1].unusable.as_ref().unwrap().contains("another disk"));
     assert!(restored(path, 2).unwrap_err().to_string().contains("another disk"));
     let keep = Keep { last: 1, ..Keep::default() };
-    assert!(prune(Chain::open(path, Access::Remove).unwrap(), keep, &no_cancel()).is_err());
+    assert!(prune(Chain::open(path, Access::Remove, None).unwrap(), keep, &no_cancel()).is_err());
     assert_eq!(restored(path, 1).unwrap(), vec![1; 2 * BLOCK]);
 }
 
 #[test]
 fn a_disk_of_another_size_begins_again_or_is_refused_with_a_bitmap() {
     let directory = tempfile::tempdir().unwrap();
-    let chain = || Chain::open(directory.path(), Access::Add).unwrap();
+    let chain = || Chain::open(directory.path(), Access::Add, None).unwrap();
     let (small, large) = (vec![1; BLOCK], vec![1; BLOCK + 1]);
     back_up(chain(), &small, None).unwrap();
     let refused = back_up(chain(), &large, Some(&small)).unwrap_err();
@@ -403,14 +404,14 @@ fn points_are_kept_by_number_by_day_and_by_week() {
         let path = directory.path();
         // Hours from a Monday on: that day, two points of the Tuesday, the Sunday, the next Monday.
         for (number, hours) in [(1, 0), (2, 24), (3, 47), (4, 24 * 7 - 1), (5, 24 * 7)] {
-            back_up(Chain::open(path, Access::Add).unwrap(), &[number; 10], None).unwrap();
-            let chain = Chain::open(path, Access::Add).unwrap();
+            back_up(Chain::open(path, Access::Add, None).unwrap(), &[number; 10], None).unwrap();
+            let chain = Chain::open(path, Access::Add, None).unwrap();
             let mut manifest = chain.manifest(number.into()).unwrap();
             manifest.header.seconds = (20_003 * 24 + hours) * 3600;
             let bytes = manifest.encode().unwrap();
             chain.place.put(FileName::Point(number.into()), &bytes).unwrap();
         }
-        let chain = Chain::open(path, Access::Remove).unwrap();
+        let chain = Chain::open(path, Access::Remove, None).unwrap();
         let times = chain.points();
         assert_eq!(times[0].1.as_ref().unwrap().time(), "2024-10-07T00:00:00Z");
         let pruned = prune(chain, Keep { last, daily, weekly }, &no_cancel()).unwrap();
@@ -426,7 +427,7 @@ fn a_removal_that_is_cancelled_says_so_and_removes_nothing() {
     let directory = tempfile::tempdir().unwrap();
     let mut points = Points::new();
     add_points(directory.path(), 3, &mut points, &mut Random::from_seed(6));
-    let chain = Chain::open(directory.path(), Access::Remove).unwrap();
+    let chain = Chain::open(directory.path(), Access::Remove, None).unwrap();
     let ended = prune(chain, Keep { last: 1, ..Keep::default() }, &AtomicBool::new(true));
     assert_eq!(ended, Err(Error::Interrupted));
     assert_points(directory.path(), &points);
@@ -437,7 +438,7 @@ fn a_whole_point_stores_all_blocks_again_and_needs_no_other() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path();
     let disk = Random::from_seed(7).bytes(3 * BLOCK);
-    let chain = || Chain::open(path, Access::Add).unwrap();
+    let chain = || Chain::open(path, Access::Add, None).unwrap();
     for contents in [Contents::Differences, Contents::Differences, Contents::Whole] {
         back_up_as(chain(), contents, &disk, None).unwrap();
     }
@@ -455,29 +456,31 @@ fn a_whole_point_stores_all_blocks_again_and_needs_no_other() {
 fn a_chain_has_one_writer_and_is_not_pruned_while_it_is_read() {
     let scratch = tempfile::tempdir().unwrap();
     let path = scratch.path().join("chain");
-    let refusal = |access| Chain::open(&path, access).err().map(|error| error.to_string());
+    let refusal = |access| Chain::open(&path, access, None).err().map(|error| error.to_string());
     for access in [Access::List, Access::Read, Access::Remove] {
         assert!(refusal(access).unwrap().contains("No such file"));
     }
-    back_up(Chain::open(&path, Access::Add).unwrap(), &[1; 10], None).unwrap();
-    let writer = Chain::open(&path, Access::Add).unwrap();
+    back_up(Chain::open(&path, Access::Add, None).unwrap(), &[1; 10], None).unwrap();
+    let writer = Chain::open(&path, Access::Add, None).unwrap();
     assert!(refusal(Access::Add).unwrap().contains("another backup or prune"));
     assert!(refusal(Access::Remove).unwrap().contains("another backup or prune"));
     assert_eq!(refusal(Access::Read), None);
     drop(writer);
-    let reader = Chain::open(&path, Access::Read).unwrap();
+    let reader = Chain::open(&path, Access::Read, None).unwrap();
     assert!(refusal(Access::Remove).unwrap().contains("being read"));
     assert_eq!(refusal(Access::Add), None);
     drop(reader);
-    let pruner = Chain::open(&path, Access::Remove).unwrap();
+    let pruner = Chain::open(&path, Access::Remove, None).unwrap();
     assert!(refusal(Access::Read).unwrap().contains("being removed"));
     drop(pruner);
     assert_eq!(refusal(Access::Read), None);
     let other = scratch.path().join("other");
     std::fs::create_dir(&other).unwrap();
-    assert!(Chain::open(&other, Access::Read).err().unwrap().to_string().contains("no backups"));
+    assert!(
+        Chain::open(&other, Access::Read, None).err().unwrap().to_string().contains("no backups")
+    );
     std::fs::write(other.join("letter"), "precious").unwrap();
-    let refused = Chain::open(&other, Access::Add).err().unwrap().to_string();
+    let refused = Chain::open(&other, Access::Add, None).err().unwrap().to_string();
     assert!(refused.contains("other files"), "{refused}");
     assert_eq!(names(&other).len(), 1);
 }
@@ -485,7 +488,7 @@ fn a_chain_has_one_writer_and_is_not_pruned_while_it_is_read() {
 #[test]
 fn a_block_is_stored_once_by_threads_beside_each_other() {
     let directory = tempfile::tempdir().unwrap();
-    let chain = Chain::open(directory.path(), Access::Add).unwrap();
+    let chain = Chain::open(directory.path(), Access::Add, None).unwrap();
     let point = NewPoint::new(chain, Contents::Whole).unwrap();
     let disk: Vec<u8> = Random::from_seed(5).bytes(64 * BLOCK);
     point.begin(disk.len() as u64).unwrap();

@@ -42,6 +42,14 @@ pub(crate) struct BackupArgs {
     pub(crate) new: NewPointArgs,
 }
 
+/// The keys of an encrypted chain.
+#[derive(Debug, Args)]
+pub(crate) struct IdentityArgs {
+    /// The file with an identity of age (AGE-SECRET-KEY-1…), for a chain that is encrypted; can be given more than once
+    #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    pub(crate) identity: Vec<PathBuf>,
+}
+
 /// A new point.
 #[derive(Debug, Args)]
 pub(crate) struct NewPointArgs {
@@ -60,6 +68,16 @@ pub(crate) struct NewPointArgs {
     /// of a server, after exit status 0 only.
     #[arg(long, value_name = "NAME", value_parser = parse_name)]
     bitmap: Option<String>,
+
+    /// Encrypt the chain for this recipient of age (age1…); can be given more than once
+    ///
+    /// All points of a chain are encrypted, or none. Its recipients stay, and those of a later point are added to them for what is
+    /// written from then on. A later point needs --identity, too, because it is compared with the one before.
+    #[arg(long, value_name = "RECIPIENT")]
+    pub(crate) recipient: Vec<String>,
+
+    #[command(flatten)]
+    pub(crate) keys: IdentityArgs,
 
     /// Make a whole point, as after 'nowait backup verify' has found damage in the points before
     #[arg(long, conflicts_with = "bitmap")]
@@ -107,6 +125,8 @@ pub(crate) enum ChainAction {
         /// The directory of the chain
         #[arg(value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
         directory: PathBuf,
+        #[command(flatten)]
+        keys: IdentityArgs,
         /// Print one JSON object, for scripts
         #[arg(long)]
         json: bool,
@@ -121,6 +141,8 @@ pub(crate) enum ChainAction {
         directory: PathBuf,
         /// The number of a point; all points without it
         point: Option<u32>,
+        #[command(flatten)]
+        keys: IdentityArgs,
         /// Show no progress bar, also on a terminal
         #[arg(long)]
         no_progress: bool,
@@ -138,6 +160,8 @@ pub(crate) enum ChainAction {
         directory: PathBuf,
         #[command(flatten)]
         keep: KeepArgs,
+        #[command(flatten)]
+        keys: IdentityArgs,
         /// Print one JSON object, for scripts
         #[arg(long)]
         json: bool,
@@ -186,6 +210,9 @@ pub(crate) struct RestoreArgs {
     #[arg(value_hint = clap::ValueHint::FilePath)]
     #[arg(value_parser = OsStringValueParser::new().try_map(|text| Location::parse(&text)))]
     pub(crate) to: Location,
+
+    #[command(flatten)]
+    pub(crate) keys: IdentityArgs,
 
     /// Overwrite TO where it is a file that is not empty, a block device, or an object
     #[arg(long)]

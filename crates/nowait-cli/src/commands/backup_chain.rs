@@ -5,13 +5,15 @@
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use nowait_backup::{Access, Chain, ListedPoint, NewPoint, PointDisk, PointHealth, PointInfo};
+use nowait_backup::{
+    Access, Chain, Keys, ListedPoint, NewPoint, PointDisk, PointHealth, PointInfo,
+};
 use nowait_copy::{CopySource, CopyTarget, Error, Location, Options, REQUEST_BYTES};
 use nowait_image::Format;
 use nowait_remote::RemoteOptions;
 use serde_json::{Value, json};
 
-use crate::args::backup_args::{BackupArgs, ChainAction, NewPointArgs, RestoreArgs};
+use crate::args::backup_args::{BackupArgs, ChainAction, IdentityArgs, NewPointArgs, RestoreArgs};
 use crate::commands::copy::{Bar, cancel_on_signal, failed};
 use crate::output;
 use nowait_daemon::disks::waiting::Waiting;
@@ -33,13 +35,16 @@ const SPARSE_BYTES: usize = 4096;
 pub(crate) fn run(args: &BackupArgs) -> Result<u8, CliError> {
     let new = &args.new;
     match &args.action {
-        Some(ChainAction::List { directory, json }) => list(directory, *json).map(|()| 0),
-        Some(ChainAction::Verify { directory, point, no_progress, json }) => {
-            verify(directory, *point, *no_progress, *json)
+        Some(ChainAction::List { directory, keys, json }) => {
+            list(&open(directory, Access::List, &[], keys)?, *json).map(|()| 0)
         }
-        Some(ChainAction::Prune { directory, keep, json }) => {
+        Some(ChainAction::Verify { directory, point, keys, no_progress, json }) => {
+            let chain = open(directory, Access::Read, &[], keys)?;
+            verify(&chain, directory, *point, *no_progress, *json)
+        }
+        Some(ChainAction::Prune { directory, keep, keys, json }) => {
             let cancel = cancel_on_signal()?;
-            let chain = Chain::open(directory, Access::Remove).map_err(|error| failed(&error))?;
+            let chain = open(directory, Access::Remove, &[], keys)?;
             let words = "interrupted: every point that stays can be restored; the next one goes on";
             let pruned = nowait_backup::prune(chain, keep.keep(), &cancel);
             let pruned = pruned.map_err(|error| cancelled(&error, words))?;
@@ -69,6 +74,20 @@ pub(crate) fn run(args: &BackupArgs) -> Result<u8, CliError> {
             _ => Err(CliError::new("DISK and DIR are missing")),
         },
     }
+}
+
+/// Opens the chain in `directory` with the keys that were given.
+fn open(
+    directory: &Path,
+    access: Access,
+    recipients: &[String],
+    keys: &IdentityArgs,
+) -> Result<Chain, CliError> {
+    if !keys.identity.is_empty() {
+        secrets::keep_in_memory();
+    }
+    let keys = Keys::new(recipients, &keys.identity).map_err(|error| failed(&error))?;
+    Chain::open(directory, access, keys).map_err(|error| failed(&error))
 }
 
 /// A copy with nothing but its two sides.
@@ -131,7 +150,7 @@ fn copy(
 
 fn add(args: &NewPointArgs, disk: &Location, directory: &Path) -> Result<(), CliError> {
     let cancel = cancel_on_signal()?;
-    let chain = Chain::open(directory, Access::Add).map_err(|error| failed(&error))?;
+    let chain = open(directory, Access::Add, &args.recipient, &args.keys)?;
     let point = NewPoint::new(chain, args.contents()).map_err(|error| failed(&error))?;
     let to = CopyTarget::Disk(point.name(), point.clone());
     let options = Options {
@@ -178,7 +197,7 @@ fn add(args: &NewPointArgs, disk: &Location, directory: &Path) -> Result<(), Cli
 pub(crate) fn restore(args: &RestoreArgs) -> Result<(), CliError> {
     let cancel = cancel_on_signal()?;
     let (directory, number) = args.point();
-    let chain = Chain::open(&directory, Access::Read).map_err(|error| failed(&error))?;
+    let chain = open(&directory, Access::Read, &[], &args.keys)?;
     let disk = PointDisk::open(chain, number).map_err(|error| failed(&error))?;
     let name = disk.name();
     let (to_format, to_format_given) = args.format();
@@ -229,8 +248,8 @@ fn point_in_json(info: &PointInfo) -> Value {
     })
 }
 
-fn list(directory: &Path, json: bool) -> Result<(), CliError> {
-    let points = Chain::open(directory, Access::List).map_err(|error| failed(&error))?.points();
+fn list(chain: &Chain, json: bool) -> Result<(), CliError> {
+    let points = chain.points();
     if json {
         let object = |(number, point): &ListedPoint| match point {
             Ok(info) => point_in_json(info),
@@ -262,15 +281,15 @@ fn list(directory: &Path, json: bool) -> Result<(), CliError> {
 }
 
 fn verify(
+    chain: &Chain,
     directory: &Path,
     point: Option<u32>,
     no_progress: bool,
     json: bool,
 ) -> Result<u8, CliError> {
     let cancel = cancel_on_signal()?;
-    let chain = Chain::open(directory, Access::Read).map_err(|error| failed(&error))?;
     let bar = Bar::new(no_progress);
-    let health = nowait_backup::verify(&chain, point, &cancel, &mut |done, total| {
+    let health = nowait_backup::verify(chain, point, &cancel, &mut |done, total| {
         bar.set("verifying", done, total);
     });
     bar.clear();

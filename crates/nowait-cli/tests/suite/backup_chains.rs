@@ -305,3 +305,34 @@ fn what_cannot_be_backed_up_or_restored_is_refused_in_one_line() {
     slow.wait().expect("a child");
     assert!(!Path::new(target).exists());
 }
+
+#[test]
+fn an_encrypted_chain_is_of_use_with_an_identity_only() {
+    // A pair that the tests of age have, too.
+    const IDENTITY: &str =
+        "AGE-SECRET-KEY-1GQ9778VQXMMJVE8SK7J6VT8UJ4HDQAJUVSFCWCM02D8GEWQ72PVQ2Y5J33";
+    const RECIPIENT: &str = "age1t7rxyev2z3rw82stdlrrepyc39nvn86l5078zqkf5uasdy86jp6svpy7pa";
+    let scratch = Scratch::new();
+    let disk = scratch.random("disk", MIB, 7);
+    let [chain, target, key] = ["chain", "target", "key"].map(|name| scratch.join(name));
+    fs::write(&key, IDENTITY).expect("a file");
+    let [chain, target, key] = [&chain, &target, &key].map(|path| text(path));
+    accepted(&["backup", text(&disk), chain, "--recipient", RECIPIENT]);
+    for without in [
+        &["backup", text(&disk), chain][..],
+        &["backup", text(&disk), chain, "--recipient", RECIPIENT],
+        &["backup", "list", chain],
+        &["backup", "verify", chain],
+        &["backup", "prune", chain, "--keep", "1"],
+        &["restore", chain, target],
+    ] {
+        refusal(without).says(&["it is encrypted (give the --identity"]);
+    }
+    let with = |arguments: &[&str]| accepted(&[arguments, &["--identity", key]].concat());
+    with(&["backup", text(&disk), chain]);
+    assert!(with(&["backup", "verify", chain]).contains("point 2: sound"));
+    with(&["backup", "prune", chain, "--keep", "1"]);
+    assert_eq!(with(&["backup", "list", chain]).lines().count(), 2);
+    with(&["restore", chain, target, "--verify"]);
+    assert!(fs::read(target).expect("the disk") == fs::read(&disk).expect("the disk"));
+}
