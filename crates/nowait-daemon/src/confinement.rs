@@ -27,6 +27,8 @@ use crate::renewed_files;
 /// Files by which the kernel tells of devices, of mounts and of this process.
 const KERNEL_FILES: [&str; 6] =
     ["/proc/self", "/proc/swaps", "/sys/block", "/sys/class", "/sys/dev", "/sys/devices"];
+/// What tells one block device from others.
+const FILES_OF_DEVICES: [&str; 2] = ["/dev/disk", "/proc/sys/kernel/random/boot_id"];
 /// Where the certificates of authorities are, in Debian, Fedora and others.
 const AUTHORITY_DIRECTORIES: [&str; 5] = [
     "/etc/ssl",
@@ -95,10 +97,17 @@ fn images(config: &ServeConfig, all: &[OpenedDisk], files: &mut FileAccess) {
         if !opened.image.format().is_raw() {
             files.read(directory_of(image));
         }
+        // The bitmaps of a raw disk are changed by their name.
+        let place = opened.image.bitmaps_place().map(|place| place.path());
+        place.into_iter().for_each(|bitmaps| files.write(bitmaps));
         opened.options.backing_dirs.iter().for_each(|directory| files.read(directory));
     }
     config.backing_dir.iter().for_each(|directory| files.read(directory));
     config.data_file.iter().for_each(|file| files.write(file));
+    if let Some(directory) = &config.bitmap_dir {
+        files.change(directory);
+        FILES_OF_DEVICES.iter().for_each(|path| files.read(path));
+    }
     config.allow_dir.iter().for_each(|directory| {
         files.change(directory);
         files.make_sockets(directory);

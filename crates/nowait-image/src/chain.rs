@@ -119,6 +119,9 @@ pub struct ChainOptions {
     pub cache_holes: bool,
     /// See [`nowait::OpenOptions::allocate_ahead`].
     pub allocate_ahead: bool,
+    /// Where the bitmaps of a raw disk are, if not beside it ([`crate::BitmapsPlace`]). Those that are beside it already
+    /// stay there.
+    pub bitmap_dir: Option<PathBuf>,
     /// Whether no part of the first file's path may be a symbolic link, whatever is changed meanwhile.
     pub no_links: bool,
     /// The files of the image that are open elsewhere: their locks and claims are taken over instead
@@ -143,6 +146,7 @@ impl Default for ChainOptions {
             direct: Direct::Auto,
             cache_holes: true,
             allocate_ahead: true,
+            bitmap_dir: None,
             no_links: false,
             handed_over: HandedOver::default(),
         }

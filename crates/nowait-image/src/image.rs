@@ -8,6 +8,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::sync::Arc;
 
+use nowait::internal::GuardedMap;
 use nowait::{
     AllocationCache, BlockDevice, BlockMap, BlockingFile, Direct, Error, OpenOptions, Storage,
 };
@@ -23,8 +24,10 @@ use crate::formats::signature::{Signature, mark_raw};
 use crate::formats::table::DRIVERS;
 use crate::image_file::{FileId, ImageFile};
 use crate::lock::LockError;
+use crate::open_bitmaps::{OpenBitmaps, RawBitmaps};
 use crate::qcow2_disk::bitmap_store::BitmapStore;
 use crate::qcow2_disk::{self, OpenImage, Qcow2Map, ServeOptions};
+use crate::raw_bitmaps::BitmapsPlace;
 use crate::read_only_disk::{self, ReadOnlyMap};
 use crate::warning::Warning;
 
@@ -35,9 +38,31 @@ pub struct Image {
 }
 
 enum Content {
-    Raw { device: Arc<BlockDevice<AllocationCache>>, chain: Chain },
+    Raw(Box<RawImage>),
     Qcow2 { device: Arc<BlockDevice<Qcow2Map>>, open_image: OpenImage },
     ReadOnly { device: Arc<BlockDevice<ReadOnlyMap>>, chain: Chain },
+}
+
+/// A raw image that is open.
+struct RawImage {
+    device: Arc<BlockDevice<AllocationCache>>,
+    /// The device for requests, if there are bitmaps in which each change has to be first.
+    guarded: Option<Arc<BlockDevice<GuardedMap>>>,
+    chain: Chain,
+    bitmaps: RawBitmaps,
+}
+
+impl RawImage {
+    fn store(&self) -> Option<&Arc<BitmapStore>> {
+        self.bitmaps.open.as_ref().and_then(|open| open.store.as_ref())
+    }
+
+    fn device(&self) -> Arc<BlockDevice<dyn BlockMap>> {
+        match &self.guarded {
+            Some(guarded) => guarded.clone(),
+            None => self.device.clone(),
+        }
+    }
 }
 
 /// Opens and locks the image at `path`, in the format of `options` or else in the detected one: a
@@ -113,6 +138,8 @@ fn open_raw(
     let ChainOptions { writable, direct, cache_holes, allocate_ahead, allow_mounted, .. } =
         *options;
     let read_only = !writable;
+    // Before anything changes the times of the file.
+    let bitmaps = RawBitmaps::open(chain.top(), options, warnings)?;
     // Others may write to a remote disk, to one without a lock, and to a device that is mounted, so
     // what is learned about it does not stay true.
     let is_alone = file.remote().is_none()
@@ -152,7 +179,17 @@ fn open_raw(
     if writable && !is_device && !is_marked && options.format.is_some() {
         warnings.push(Warning::NotMarked(file.path().to_owned()));
     }
-    Ok(Content::Raw { device: Arc::new(device), chain })
+    let device = Arc::new(device);
+    let guarded = match bitmaps.open.as_ref().and_then(|open| open.store.clone()) {
+        Some(store) => {
+            let plain: Arc<BlockDevice<dyn BlockMap>> = device.clone();
+            let guarded = plain.always_guarded(store);
+            Some(guarded.map_err(|e| ImageError::os(file.path(), "open", &os_error(e)))?)
+        }
+        None => None,
+    };
+    let guarded = guarded.map(Arc::new);
+    Ok(Content::Raw(Box::new(RawImage { device, guarded, chain, bitmaps })))
 }
 
 /// The persistent dirty bitmaps of the image of `layer`, which is not written to, with the bits of those that are usable.
@@ -232,7 +269,12 @@ impl Image {
             };
             return Ok(store.bitmaps().into_iter().map(with_bits).collect());
         }
-        bitmaps_of(self.top())
+        match &self.content {
+            Content::Raw(raw) => {
+                raw.bitmaps.open.as_ref().map_or(Ok(Vec::new()), OpenBitmaps::read_only)
+            }
+            Content::Qcow2 { .. } | Content::ReadOnly { .. } => bitmaps_of(self.top()),
+        }
     }
 
     /// The persistent dirty bitmaps of a qcow2 image that is written to, if it has any.
@@ -240,11 +282,21 @@ impl Image {
     pub fn bitmap_store(&self) -> Option<&Arc<BitmapStore>> {
         match &self.content {
             Content::Qcow2 { open_image, .. } => open_image.bitmaps(),
-            Content::Raw { .. } | Content::ReadOnly { .. } => None,
+            Content::Raw(raw) => raw.store(),
+            Content::ReadOnly { .. } => None,
         }
     }
 
-    /// Whether bitmaps can be added to the image, as it is open now.
+    /// Where the bitmaps of a raw disk are, or can be.
+    #[must_use]
+    pub fn bitmaps_place(&self) -> Option<&BitmapsPlace> {
+        match &self.content {
+            Content::Raw(raw) => raw.bitmaps.place.as_ref(),
+            Content::Qcow2 { .. } | Content::ReadOnly { .. } => None,
+        }
+    }
+
+    /// Whether bitmaps can be added to the image itself, as it is open now.
     #[must_use]
     pub fn can_store_bitmaps(&self) -> bool {
         let header = self.top().header();
@@ -277,7 +329,8 @@ impl Image {
 
     fn top(&self) -> &Layer {
         match &self.content {
-            Content::Raw { chain, .. } | Content::ReadOnly { chain, .. } => chain.top(),
+            Content::Raw(raw) => raw.chain.top(),
+            Content::ReadOnly { chain, .. } => chain.top(),
             Content::Qcow2 { open_image, .. } => open_image.chain().top(),
         }
     }
@@ -295,9 +348,10 @@ impl Image {
     #[must_use]
     pub fn held_files(&self) -> Vec<BorrowedFd<'_>> {
         match &self.content {
-            Content::Raw { device, chain } => {
-                let mut files = chain.held_files();
-                files.extend(device.claims());
+            Content::Raw(raw) => {
+                let mut files = raw.chain.held_files();
+                files.extend(raw.device.claims());
+                files.extend(raw.bitmaps.open.iter().flat_map(OpenBitmaps::held_files));
                 files
             }
             Content::Qcow2 { open_image, .. } => open_image.held_files(),
@@ -312,7 +366,7 @@ impl Image {
     /// As [`crate::lock::lower`].
     pub fn lower_locks_below(&self) -> Result<(), LockError> {
         match &self.content {
-            Content::Raw { .. } | Content::ReadOnly { .. } => Ok(()),
+            Content::Raw(_) | Content::ReadOnly { .. } => Ok(()),
             Content::Qcow2 { open_image, .. } => open_image.lower_locks_below(),
         }
     }
@@ -321,7 +375,7 @@ impl Image {
     #[must_use]
     pub fn device(&self) -> Arc<BlockDevice<dyn BlockMap>> {
         match &self.content {
-            Content::Raw { device, .. } => device.clone(),
+            Content::Raw(raw) => raw.device(),
             Content::Qcow2 { device, .. } => device.clone(),
             Content::ReadOnly { device, .. } => device.clone(),
         }
@@ -341,12 +395,12 @@ impl Image {
     /// # Errors
     /// As [`Image::flush`].
     pub fn settle(&self) -> Result<(), Error> {
-        if let Content::Raw { device, .. } = &self.content {
-            device.give_back();
+        if let Content::Raw(raw) = &self.content {
+            raw.device().give_back();
         }
         self.flush()?;
         match &self.content {
-            Content::Raw { .. } | Content::ReadOnly { .. } => Ok(()),
+            Content::Raw(_) | Content::ReadOnly { .. } => Ok(()),
             Content::Qcow2 { open_image, .. } => open_image.settle(),
         }
     }
@@ -357,12 +411,13 @@ impl Image {
     /// # Errors
     /// As [`Image::flush`].
     pub fn close(self) -> Result<(), Error> {
-        if let Content::Raw { device, .. } = &self.content {
-            device.give_back();
+        if let Content::Raw(raw) = &self.content {
+            raw.device().give_back();
         }
         self.flush()?;
         match self.content {
-            Content::Raw { .. } | Content::ReadOnly { .. } => Ok(()),
+            Content::Raw(raw) => raw.store().map_or(Ok(()), |store| store.release()),
+            Content::ReadOnly { .. } => Ok(()),
             Content::Qcow2 { open_image, .. } => open_image.close(),
         }
     }

@@ -32,7 +32,9 @@ mod handed_over;
 mod base_version;
 mod chain;
 mod offline;
+mod raw_bitmaps;
 pub mod qcow2_disk;
+mod open_bitmaps;
 mod read_only_disk;
 mod image;
 
@@ -60,5 +62,6 @@ pub use mounts::in_use;
 pub use named_storages::NamedStorages;
 pub use offline::{bitmap_changes, check, commit, create, map, repair, resize};
 pub use qcow2_disk::bitmap_store::{BitmapBits, BitmapStore};
+pub use raw_bitmaps::BitmapsPlace;
 pub use snapshot_name::{file_in, snapshot_in};
 pub use warning::Warning;

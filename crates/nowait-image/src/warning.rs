@@ -25,6 +25,10 @@ pub enum Warning {
     PageCache(PathBuf),
     /// A program that does not know dirty bitmaps has written to it, which makes those that it has invalid.
     StaleBitmaps(PathBuf),
+    /// The disk that the bitmaps in this file are of was changed without them, or is another one: all of each is dirty.
+    ChangedDisk(PathBuf),
+    /// The bitmaps in this file are not used, because of this.
+    UnusedBitmaps(PathBuf, String),
 }
 
 impl fmt::Display for Warning {
@@ -66,6 +70,14 @@ impl fmt::Display for Warning {
                 "{}: its dirty bitmaps are not used: another program has written to it without them",
                 path.display()
             ),
+            Self::ChangedDisk(path) => write!(
+                f,
+                "{}: the disk may have been changed without its dirty bitmaps, so that all of each is dirty",
+                path.display()
+            ),
+            Self::UnusedBitmaps(path, why) => {
+                write!(f, "{}: its dirty bitmaps are not used: {why}", path.display())
+            }
         }
     }
 }

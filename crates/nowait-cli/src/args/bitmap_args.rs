@@ -1,5 +1,7 @@
 //! The command-line options for dirty bitmaps.
 
+use std::path::PathBuf;
+
 use clap::Args;
 
 use nowait_daemon::config::start_bitmap::StartBitmap;
@@ -16,4 +18,13 @@ pub(crate) struct ServeBitmapArgs {
     /// docs/backup.md says what it is for.
     #[arg(long = "bitmap", value_name = "[EXPORT=]NAME")]
     pub(crate) bitmaps: Vec<StartBitmap>,
+
+    /// The directory in which dirty bitmaps of raw files and block devices are stored
+    ///
+    /// Each disk has a file there, whose name is the path of the image, or for a block device its name in
+    /// /dev/disk/by-id. Without this option a raw file has it beside it, IMAGE.bitmaps.qcow2, if that is in a directory of --allow-dir,
+    /// and the bitmaps of a block device are lost when the server exits. Give it at each start: what is written without
+    /// it is in no bitmap there.
+    #[arg(long, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+    pub(crate) bitmap_dir: Option<PathBuf>,
 }

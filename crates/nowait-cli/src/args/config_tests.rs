@@ -10,7 +10,7 @@ const NO_KEYS: [&str; 5] = ["help", "config", "print-config", "persistent", "all
 /// Options that are another spelling of one with a key.
 const SPELLINGS: [(&str, &str); 3] = [("socket", "nbd"), ("port", "nbd"), ("bind", "nbd")];
 /// A command line with each option, beside those whose values are words.
-const EXAMPLES: [&str; 47] = [
+const EXAMPLES: [&str; 48] = [
     "a=a.img ./b=c n=nbd://h/x",
     "--format qcow2",
     "--backing-dir d --backing-dir e",
@@ -26,6 +26,7 @@ const EXAMPLES: [&str; 47] = [
     "b=b --vhost-user b=/a",
     "--bitmap day --bitmap =a=b",
     "a b=b --bitmap b=day",
+    "--bitmap-dir d",
     "--export e",
     "a --export e --description d",
     "--description d",

@@ -264,6 +264,7 @@ impl ServeArgs {
         config.ublk.extend_from_slice(&ublk.ublk);
         config.vhost_user.extend_from_slice(&vhost_user.sockets);
         config.bitmap.extend_from_slice(&bitmaps.bitmaps);
+        config.bitmap_dir = bitmaps.bitmap_dir.clone().or(config.bitmap_dir.take());
         tls.put_over(config);
         control.put_over(config);
         lifetime.put_over(config)?;

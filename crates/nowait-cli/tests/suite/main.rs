@@ -40,6 +40,7 @@ mod create_resize_commit;
 mod daemon;
 mod dirty_bitmaps;
 mod stored_bitmaps;
+mod raw_bitmaps;
 mod waiting;
 mod errors;
 mod exports;

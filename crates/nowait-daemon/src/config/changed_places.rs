@@ -11,7 +11,8 @@ impl ServeConfig {
     /// leads to.
     pub(crate) fn may_change(&self, place: &Path) -> bool {
         let cache = self.cache.iter().map(|cache| &cache.directory);
-        let changed: Vec<&PathBuf> = self.allow_dir.iter().chain(cache).collect();
+        let changed = self.allow_dir.iter().chain(&self.bitmap_dir).chain(cache);
+        let changed: Vec<&PathBuf> = changed.collect();
         self.sandbox.mode().is_some() && is_below(place, &changed)
     }
 }

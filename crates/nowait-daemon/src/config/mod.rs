@@ -92,6 +92,9 @@ pub struct ServeConfig {
     /// Dirty bitmaps that are there from the start.
     #[serde(with = "notation::bitmaps", skip_serializing_if = "Vec::is_empty")]
     pub bitmap: Vec<StartBitmap>,
+    /// The directory of the bitmaps of raw disks; without it they are beside each.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bitmap_dir: Option<PathBuf>,
     /// The most connections, 1 to 1048576.
     #[serde(deserialize_with = "notation::number::<_, _, 1, { MAX_CONNECTIONS as u64 }>")]
     pub max_connections: u32,
@@ -216,6 +219,7 @@ impl Default for ServeConfig {
             ublk: Vec::new(),
             vhost_user: Vec::new(),
             bitmap: Vec::new(),
+            bitmap_dir: None,
             max_connections: 1024,
             tls: None,
             tls_certs: None,

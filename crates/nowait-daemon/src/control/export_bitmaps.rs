@@ -37,13 +37,11 @@ impl ExportBitmaps<'_> {
     pub(crate) fn add(&self, bitmap: AddBitmap) -> Result<BitmapInfo, ControlError> {
         let ImageExchange { exports, id, .. } = self.0;
         let can_store = self.0.can_store_bitmaps()?;
-        let is_stored = bitmap.persistent.unwrap_or(can_store);
-        if is_stored && !can_store {
-            return Err(ControlError::Conflict(
-                "its image stores no bitmaps: it is not qcow2 of version 3, or not written to (leave it in memory: \
-                 --temporary)"
-                    .into(),
-            ));
+        let is_stored = bitmap.persistent.unwrap_or(can_store.is_ok());
+        if let (true, Err(why)) = (is_stored, can_store) {
+            let why =
+                format!("its bitmaps cannot be stored: {why} (leave it in memory: --temporary)");
+            return Err(ControlError::Conflict(why));
         }
         let spec = bitmap_answers::spec_of(bitmap);
         if self.0.lost_bitmaps()?.iter().any(|lost| lost.name == spec.name) {

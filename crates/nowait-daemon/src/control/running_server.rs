@@ -119,8 +119,8 @@ impl RunningServer {
     }
 
     fn image_exchange(&self, id: ExportId) -> ImageExchange<'_> {
-        let Self { exports, disks, .. } = self;
-        ImageExchange { exports, disks, id }
+        let Self { exports, disks, additions, .. } = self;
+        ImageExchange { exports, disks, id, allowed: &additions.allowed }
     }
 
     fn bitmaps_of(&self, id: ExportId) -> ExportBitmaps<'_> {

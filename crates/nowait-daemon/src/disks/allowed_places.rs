@@ -19,6 +19,8 @@ pub(crate) struct AllowedPlaces {
     pub(crate) directories: Vec<PathBuf>,
     pub(crate) directories_of_sockets: Vec<PathBuf>,
     pub(crate) uris: Vec<AllowedUri>,
+    /// The directory of the bitmaps of raw disks.
+    pub(crate) bitmaps: Option<PathBuf>,
 }
 
 impl AllowedPlaces {
@@ -30,6 +32,7 @@ impl AllowedPlaces {
             directories_of_sockets: sockets.collect(),
             directories,
             uris: config.allow_uri.clone(),
+            bitmaps: config.bitmap_dir.clone(),
         }
     }
 
@@ -84,6 +87,12 @@ impl AllowedPlaces {
                 "this server makes no file for scratch (it was started without --allow-dir)".into(),
             )
         })
+    }
+
+    /// Whether the file with the bitmaps of a raw disk may be made at `path`, and replaced.
+    pub(crate) fn allows_bitmaps(&self, path: &Path) -> bool {
+        let directories = self.directories.iter().chain(&self.bitmaps).cloned().collect::<Vec<_>>();
+        path.parent().is_some_and(|directory| inside(&directories, directory).is_ok())
     }
 
     /// The path of a socket that a request names: its directory is without symbolic links.

@@ -3,6 +3,7 @@
 //! Invariant: at no moment is a file of the image without its lock. An export that is served again has
 //! all that was acknowledged before.
 
+use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -13,11 +14,14 @@ use nowait_control::{ControlError, SnapshotReport};
 use nowait_image::bitmap_changes::{self, NewBitmap};
 use nowait_image::create::{CreateOptions, create};
 use nowait_image::resize::resize;
-use nowait_image::{Bitmap, Chain, ChainOptions, Format, HandedOver, Image, ImageError, Locking};
+use nowait_image::{
+    Bitmap, BitmapsPlace, Chain, ChainOptions, Format, HandedOver, Image, ImageError, Locking,
+};
 use nowait_server::{ExportError, ExportId, Exports, PausedExport};
 use tracing::{error, info, warn};
 
 use crate::config::export_spec::NamedExport;
+use crate::disks::allowed_places::AllowedPlaces;
 use crate::disks::open_disk::{OpenedDisk, check_blocks};
 use crate::disks::served_disks::{ServedDisk, ServedDisks};
 
@@ -25,11 +29,15 @@ use crate::disks::served_disks::{ServedDisk, ServedDisks};
 /// Beyond it: the export goes on as it was.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Why the file with the bitmaps of a raw disk cannot be made.
+const NO_PLACE: &str = "it is not in a directory of --allow-dir (or give the server --bitmap-dir)";
+
 /// The export whose image is reopened.
 pub(crate) struct ImageExchange<'a> {
     pub(crate) exports: &'a Exports,
     pub(crate) disks: &'a ServedDisks,
     pub(crate) id: ExportId,
+    pub(crate) allowed: &'a AllowedPlaces,
 }
 
 impl ImageExchange<'_> {
@@ -183,10 +191,18 @@ impl ImageExchange<'_> {
             return Err(conflict("its size is that of the server behind it"));
         }
         let is_device = fs::metadata(&named.image).is_ok_and(|meta| !meta.is_file());
-        if is_device || (format.is_raw() && size > current) {
+        let bitmaps = self.bitmaps_place()?.filter(BitmapsPlace::is_there);
+        if is_device || (format.is_raw() && size > current && bitmaps.is_none()) {
             return self.grow_in_place(size);
         }
-        self.edit(|chain| resize(chain, size, shrink).map(drop))
+        if let Some(place) = bitmaps.as_ref().filter(|it| !self.allowed.allows_bitmaps(it.path())) {
+            let why = format!("{} cannot be made again: {NO_PLACE}", place.path().display());
+            return Err(conflict(why));
+        }
+        self.edit(|chain| {
+            resize(chain, size, shrink)?;
+            bitmaps.as_ref().map_or(Ok(()), BitmapsPlace::resize)
+        })
     }
 
     /// Has `change` change the file of the image, and serves it again.
@@ -232,12 +248,43 @@ impl ImageExchange<'_> {
         })?
     }
 
-    /// Whether bitmaps can be stored in the image.
+    /// Checks that bitmaps can be stored in the image, or beside a raw one. The inner error says why not.
     ///
     /// # Errors
     /// There is no such export.
-    pub(crate) fn can_store_bitmaps(&self) -> Result<bool, ControlError> {
-        self.with(|served| served.disk.image.can_store_bitmaps())
+    pub(crate) fn can_store_bitmaps(&self) -> Result<Result<(), &'static str>, ControlError> {
+        self.with(|served| {
+            let image = &served.disk.image;
+            match image.bitmaps_place() {
+                _ if image.is_read_only() => Err("it is only read"),
+                Some(place) if place.is_there() || self.allowed.allows_bitmaps(place.path()) => {
+                    Ok(())
+                }
+                Some(_) => Err(NO_PLACE),
+                None if image.can_store_bitmaps() => Ok(()),
+                None if image.format().is_raw() && !image.is_remote() => {
+                    Err("the server was started without --bitmap-dir, or nothing tells this device from others")
+                }
+                None => Err("it is neither raw nor qcow2 of version 3 in a file or a block device"),
+            }
+        })
+    }
+
+    /// Where the bitmaps of a raw disk are, or can be.
+    fn bitmaps_place(&self) -> Result<Option<BitmapsPlace>, ControlError> {
+        self.with(|served| served.disk.image.bitmaps_place().cloned())
+    }
+
+    /// Has `in_image` or, of a raw disk, `beside` change the stored bitmaps.
+    fn edit_bitmaps(
+        &self,
+        in_image: impl FnOnce(&Chain) -> Result<(), ImageError>,
+        beside: impl FnOnce(&BitmapsPlace) -> Result<(), ImageError>,
+    ) -> Result<(), ControlError> {
+        match self.bitmaps_place()? {
+            Some(place) => self.edit(|_| beside(&place)),
+            None => self.edit(in_image),
+        }
     }
 
     /// The bitmaps of the image whose bits are lost.
@@ -254,7 +301,7 @@ impl ImageExchange<'_> {
     /// # Errors
     /// As [`ImageExchange::edit`].
     pub(crate) fn add_bitmap(&self, bitmap: &NewBitmap) -> Result<(), ControlError> {
-        self.edit(|chain| bitmap_changes::add(chain, bitmap, None))
+        self.edit_bitmaps(|chain| bitmap_changes::add(chain, bitmap, None), |it| it.add(bitmap))
     }
 
     /// Clears bitmap `name`, in the image and by `clear` in memory.
@@ -266,11 +313,12 @@ impl ImageExchange<'_> {
         name: &str,
         clear: impl FnOnce(),
     ) -> Result<(), ControlError> {
-        self.edit(|chain| {
-            bitmap_changes::clear(chain, name)?;
-            clear();
-            Ok(())
-        })
+        let clear = Cell::new(Some(clear));
+        let then = |()| clear.take().into_iter().for_each(|clear| clear());
+        self.edit_bitmaps(
+            |chain| bitmap_changes::clear(chain, name).map(then),
+            |place| place.clear(name).map(then),
+        )
     }
 
     /// Removes bitmap `name` from the image.
@@ -278,7 +326,7 @@ impl ImageExchange<'_> {
     /// # Errors
     /// As [`ImageExchange::edit`].
     pub(crate) fn remove_bitmap(&self, name: &str) -> Result<(), ControlError> {
-        self.edit(|chain| bitmap_changes::remove(chain, name))
+        self.edit_bitmaps(|chain| bitmap_changes::remove(chain, name), |it| it.remove(name))
     }
 
     /// Has `change` change the bitmaps in memory, and stores them. No request is in flight meanwhile.

@@ -211,8 +211,18 @@ pub(crate) fn common(config: &ServeConfig) -> Result<Common, CliError> {
             RbdStorage::load_library().map_err(CliError::new)?;
         }
     }
-    let options = ChainOptions { backing_storages, ..chain_options(config) };
+    let bitmap_dir = config.bitmap_dir.as_deref().map(directory_of_bitmaps).transpose()?;
+    let options = ChainOptions { backing_storages, bitmap_dir, ..chain_options(config) };
     Ok(Common { options, remote, block_size: config.block_size })
+}
+
+/// The directory of `--bitmap-dir`, without symbolic links.
+fn directory_of_bitmaps(path: &Path) -> Result<PathBuf, CliError> {
+    let found = path.canonicalize().map_err(|error| CliError::at(path, os_message(&error)))?;
+    match found.is_dir() {
+        true => Ok(found),
+        false => Err(CliError::at(path, "it is no directory (--bitmap-dir)")),
+    }
 }
 
 /// How the images of `config` are opened.

@@ -1,4 +1,4 @@
-//! The bitmaps of a qcow2 image that is written to: their bits on storage while it is, and at its end.
+//! The bitmaps of a disk that is written to, in its qcow2 image or in a file beside a raw disk: their bits on storage while it is, and at its end.
 //!
 //! Invariant: as long as the image is open for writing, the bits on storage are those of all changes or more: before the
 //! first write to a region of the disk, all bits of the region are set and durable in each bitmap that records. Nothing is
@@ -7,6 +7,7 @@
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
+use nowait::internal::{ReadDevice, WriteGuard};
 use nowait::{ByteRange, Error, IoBuffer, Operation, ReadCursor, Storage, WriteCursor};
 
 use crate::error::ImageError;
@@ -21,6 +22,8 @@ use crate::qcow2_disk::open_regions::Regions;
 use crate::qcow2_disk::refcount_allocator::ClusterRun;
 use crate::qcow2_disk::writeback::MetadataWriteback;
 use crate::qcow2_disk::yielding_lock::lock_for_io;
+use crate::raw_bitmaps::bitmaps_file::write_record;
+use crate::raw_bitmaps::disk_record::{DiskRecord, RawDisk};
 
 /// Bytes of bits that are written together.
 const PIECE_BYTES: u64 = 64 << 10;
@@ -62,6 +65,15 @@ impl StoredBitmap {
     }
 }
 
+/// The raw disk that bitmaps are of, for the note of its state that is kept with them.
+pub(crate) struct Noting {
+    pub(crate) disk: RawDisk,
+    /// Where it may have been changed without them: all is dirty.
+    pub(crate) dirty: ByteRange,
+    /// Whether the note that is there is of this disk.
+    pub(crate) is_noted: bool,
+}
+
 /// The bitmaps of an image that is open for writing.
 pub struct BitmapStore {
     file: Arc<ImageFile>,
@@ -72,6 +84,8 @@ pub struct BitmapStore {
     /// Bytes of a block, which transfers begin and end with.
     block: u64,
     bitmaps: Vec<StoredBitmap>,
+    /// The disk, if it is a raw one that knows nothing of its bitmaps.
+    disk: Option<RawDisk>,
     /// Held while bits are written.
     writing: Mutex<()>,
     pub(crate) regions: Regions,
@@ -98,6 +112,7 @@ impl BitmapStore {
         file: &Arc<ImageFile>,
         header: &Header,
         writeback: &Arc<MetadataWriteback>,
+        noting: Option<Noting>,
     ) -> Result<Self, ImageError> {
         let ((storage, block), writeback) = (writeback.metadata_storage(), writeback.clone());
         let failed = |error: io::Error| ImageError::os(file.path(), "read its bitmaps", &error);
@@ -117,6 +132,7 @@ impl BitmapStore {
             storage,
             block,
             bitmaps,
+            disk: noting.as_ref().map(|noting| noting.disk.clone()),
             writing: Mutex::new(()),
             regions,
         };
@@ -127,8 +143,30 @@ impl BitmapStore {
         let failed = |error: Error| {
             ImageError::os(store.file.path(), "mark its bitmaps", &io::Error::from(error))
         };
+        noting.map_or(Ok(()), |noting| store.begin_noting(&noting)).map_err(failed)?;
         store.begin(store.header.kept_bitmaps()).map_err(failed)?;
         Ok(store)
+    }
+
+    /// Makes dirty what may be, and notes which disk the bitmaps are of.
+    fn begin_noting(&self, noting: &Noting) -> Result<(), Error> {
+        if noting.dirty.len > 0 {
+            for stored in self.bitmaps.iter().filter(|stored| stored.bitmap.is_usable()) {
+                self.set_bits(stored, noting.dirty)?;
+            }
+            self.sync()?;
+        }
+        if noting.is_noted { Ok(()) } else { self.note_disk(|disk| Ok(disk.record()?.in_use())) }
+    }
+
+    /// Notes the state of a raw disk, durably.
+    fn note_disk(
+        &self,
+        record: impl FnOnce(&RawDisk) -> io::Result<DiskRecord>,
+    ) -> Result<(), Error> {
+        let Some(disk) = &self.disk else { return Ok(()) };
+        let noted = record(disk).and_then(|it| write_record(&self.file, &self.header, &it));
+        noted.map_err(|error| Error::from_io(&error, Operation::Write))
     }
 
     /// The clusters of the list, and of the tables and bits of the usable bitmaps, by their numbers and in runs.
@@ -252,7 +290,8 @@ impl BitmapStore {
         if self.usable() == 0 {
             return Ok(());
         }
-        let stored = self.store_bits().and_then(|()| self.store_flags(0));
+        let stored = self.store_bits().and_then(|()| self.note_disk(RawDisk::settled_record));
+        let stored = stored.and_then(|()| self.store_flags(0));
         let released = stored.and_then(|()| self.write_autoclear(0));
         match released {
             Ok(()) => self.regions.close_all(false),
@@ -289,6 +328,13 @@ impl BitmapStore {
             }
         }
         self.sync()
+    }
+
+    /// The part of `range` that has bits: a device may have grown since it was opened.
+    #[inline]
+    fn inside(&self, range: ByteRange) -> ByteRange {
+        let pos = range.pos.min(self.header.size);
+        ByteRange::new(pos, range.len.min(self.header.size - pos))
     }
 
     /// Opens the regions of `range`, a range of the disk, for writes: its bits are on storage when this returns. A request
@@ -368,6 +414,18 @@ impl BitmapStore {
             return Ok(());
         }
         self.storage.write_at(begin, &mut WriteCursor::from(&bytes[..]), None)
+    }
+}
+
+impl WriteGuard for BitmapStore {
+    #[inline]
+    fn is_open(&self, range: ByteRange) -> bool {
+        let inside = self.inside(range);
+        inside.len == 0 || self.regions.admit(inside)
+    }
+
+    fn before_change(&self, range: ByteRange, _: ReadDevice<'_>) -> Result<(), Error> {
+        self.admit(self.inside(range))
     }
 }
 

@@ -225,7 +225,7 @@ fn open_bitmaps(
     if !options.writable || header.bitmaps.is_none() {
         return Ok(None);
     }
-    let bitmaps = BitmapStore::open(&layer.file, header, writeback)?;
+    let bitmaps = BitmapStore::open(&layer.file, header, writeback, None)?;
     Ok(Some(Arc::new(bitmaps)))
 }
 
@@ -325,7 +325,7 @@ fn open_writeback(
 
 /// The writeback of the metadata in `file`. I/O goes through `separate`, or through `data` where
 /// the two are one file.
-fn writeback_on(
+pub(crate) fn writeback_on(
     file: &Arc<ImageFile>,
     header: &Header,
     data: Arc<dyn Storage>,

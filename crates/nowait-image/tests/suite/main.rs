@@ -14,6 +14,7 @@ mod create;
 mod handed_over;
 mod inconsistent_images;
 mod random_damage;
+mod raw_bitmaps;
 mod read_only_formats;
 mod refusals;
 mod resize;

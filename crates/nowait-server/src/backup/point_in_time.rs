@@ -327,7 +327,7 @@ impl WriteGuard for PointInTime {
         self.has_ended() || self.states.touched(range).all(is_open)
     }
 
-    fn before_change(&self, range: ByteRange, read: ReadDevice<'_>) {
+    fn before_change(&self, range: ByteRange, read: ReadDevice<'_>) -> Result<(), Error> {
         let blocks = self.states.touched(range);
         let mut at = blocks.start;
         while at < blocks.end && !self.has_ended() {
@@ -346,5 +346,6 @@ impl WriteGuard for PointInTime {
             }
             at += 1;
         }
+        Ok(())
     }
 }

@@ -212,6 +212,7 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
         let mut device = BlockDevice::mapped(primary, backing, self.limit(), self.read_only, map);
         device.set_weight(self.weight());
         (device.flushes, device.forbidden) = (self.flushes.clone(), self.forbidden);
+        device.inode = self.inode.clone();
         device
     }
 

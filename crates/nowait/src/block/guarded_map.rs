@@ -9,7 +9,7 @@ use crate::block::ahead_map::AheadMap;
 use crate::block::block_map::{BlockMap, Extent, Intent, WouldBlock};
 use crate::block::device::BlockDevice;
 use crate::block::image_format::ImageFormat;
-use crate::block::write_guard::WriteGuard;
+use crate::block::write_guard::{ReadDevice, WriteGuard};
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
 use crate::types::request::ExtentStatus;
@@ -18,6 +18,8 @@ use crate::types::request::ExtentStatus;
 pub struct GuardedMap {
     below: Arc<BlockDevice<dyn BlockMap>>,
     guard: Arc<dyn WriteGuard>,
+    /// Whether the device below is used by this one alone.
+    is_lasting: bool,
 }
 
 impl BlockDevice<dyn BlockMap> {
@@ -31,10 +33,30 @@ impl BlockDevice<dyn BlockMap> {
         self: &Arc<Self>,
         guard: Arc<dyn WriteGuard>,
     ) -> Result<BlockDevice<GuardedMap>, Error> {
+        self.guarded_by(guard, false)
+    }
+
+    /// As [`BlockDevice::guarded`], for as long as the storage is open: no request of this device follows. It allocates
+    /// ahead if this one would.
+    ///
+    /// # Errors
+    /// As [`BlockDevice::guarded`].
+    pub fn always_guarded(
+        self: Arc<Self>,
+        guard: Arc<dyn WriteGuard>,
+    ) -> Result<BlockDevice<GuardedMap>, Error> {
+        self.guarded_by(guard, true)
+    }
+
+    fn guarded_by(
+        self: &Arc<Self>,
+        guard: Arc<dyn WriteGuard>,
+        is_lasting: bool,
+    ) -> Result<BlockDevice<GuardedMap>, Error> {
         if self.growing().is_some() || self.appends() {
             return Err(Error::new(libc::EINVAL, Operation::SetUp));
         }
-        Ok(self.with_map(GuardedMap { below: self.clone(), guard }))
+        Ok(self.with_map(GuardedMap { below: self.clone(), guard, is_lasting }))
     }
 }
 
@@ -97,13 +119,25 @@ impl BlockMap for GuardedMap {
         self.map().image()
     }
 
+    /// Itself, for the device below may have a guard, too.
     fn guard(&self) -> Option<&dyn WriteGuard> {
-        Some(&*self.guard)
+        Some(self)
     }
 
-    /// None: the windows of the device below are known to that device alone.
+    /// None where the device below goes on later: its windows are known to that device alone.
     fn ahead(&self) -> Option<&dyn AheadMap> {
-        None
+        if self.is_lasting { self.map().ahead() } else { None }
+    }
+}
+
+impl WriteGuard for GuardedMap {
+    fn is_open(&self, range: ByteRange) -> bool {
+        self.guard.is_open(range) && self.map().guard().is_none_or(|below| below.is_open(range))
+    }
+
+    fn before_change(&self, range: ByteRange, read: ReadDevice<'_>) -> Result<(), Error> {
+        self.guard.before_change(range, read)?;
+        self.map().guard().map_or(Ok(()), |below| below.before_change(range, read))
     }
 }
 
@@ -113,8 +147,10 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
-    use crate::block::write_guard::ReadDevice;
     use crate::{BlockingFile, Flags, OpenOptions};
+
+    /// The position of a change that the guard refuses.
+    const REFUSED: u64 = 64 << 10;
 
     /// A guard that notes each change, and the first byte of the device before it.
     #[derive(Default)]
@@ -128,10 +164,14 @@ mod tests {
             self.is_open.load(Ordering::SeqCst)
         }
 
-        fn before_change(&self, range: ByteRange, read: ReadDevice<'_>) {
+        fn before_change(&self, range: ByteRange, read: ReadDevice<'_>) -> Result<(), Error> {
             let mut first = [0];
             read(0, &mut first).unwrap();
             self.noted.lock().unwrap().push((range.pos, range.len, first[0]));
+            match range.pos {
+                REFUSED => Err(Error::new(libc::ENOSPC, Operation::Write)),
+                _ => Ok(()),
+            }
         }
     }
 
@@ -165,6 +205,29 @@ mod tests {
             before.read_at(&mut byte, 4096).unwrap();
             assert_eq!(byte, [4]);
         }
+    }
+
+    #[test]
+    fn a_guard_above_another_one_asks_both_and_what_one_refuses_is_not_changed() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let disk: Arc<BlockDevice<dyn BlockMap>> =
+            Arc::new(BlockDevice::open(file.path(), OpenOptions::default()).unwrap());
+        let (below, above) = (Arc::new(Noting::default()), Arc::new(Noting::default()));
+        let lower: Arc<BlockDevice<dyn BlockMap>> =
+            Arc::new(disk.clone().always_guarded(below.clone()).unwrap());
+        let both = BlockingFile::new(Arc::new(lower.guarded(above.clone()).unwrap()));
+        let take = |guard: &Noting| std::mem::take(&mut *guard.noted.lock().unwrap());
+        both.write_at(&[1; 512], 0, Flags::NONE).unwrap();
+        assert_eq!((take(&above), take(&below)), (vec![(0, 512, 0)], vec![(0, 512, 0)]));
+        above.is_open.store(true, Ordering::SeqCst);
+        both.write_at(&[2; 512], 0, Flags::NONE).unwrap();
+        assert_eq!(take(&below), [(0, 512, 1)], "the one below is not open");
+        let refused = both.write_at(&[3; 512], REFUSED, Flags::NONE).unwrap_err();
+        assert_eq!(refused.errno(), libc::ENOSPC);
+        let mut byte = [9];
+        both.read_at(&mut byte, REFUSED).unwrap();
+        assert_eq!(byte, [0]);
     }
 
     #[test]

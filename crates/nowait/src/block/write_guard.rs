@@ -15,5 +15,8 @@ pub trait WriteGuard: Send + Sync + 'static {
 
     /// A change of `range` is made when this has returned, and not before. Called on a thread that may block, without a
     /// lock, and by several threads simultaneously.
-    fn before_change(&self, range: ByteRange, read: ReadDevice<'_>);
+    ///
+    /// # Errors
+    /// The change is not made, and fails with this.
+    fn before_change(&self, range: ByteRange, read: ReadDevice<'_>) -> Result<(), Error>;
 }

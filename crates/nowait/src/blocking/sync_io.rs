@@ -140,7 +140,7 @@ pub(crate) unsafe fn run<M: BlockMap + ?Sized>(
     if op.changes()
         && let Some(guard) = disk.map.guard()
     {
-        guard.before_change(range, &|pos, memory| read_all(disk, pos, memory));
+        guard.before_change(range, &|pos, memory| read_all(disk, pos, memory))?;
     }
     let done = match op {
         Op::Read => {

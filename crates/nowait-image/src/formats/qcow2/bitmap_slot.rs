@@ -75,6 +75,29 @@ pub(crate) fn write(
     set_kind(file, at, EXTENSION_BITMAPS)
 }
 
+/// Writes `fields`, those of the extension of type `kind`, to the header of the image in `file`. Durable when this returns; a
+/// power cut leaves the old ones, the new ones or none.
+///
+/// # Errors
+/// As [`write`].
+pub(crate) fn write_fields(
+    file: &ImageFile,
+    header: &Header,
+    kind: u32,
+    fields: &[u8; FIELDS],
+) -> io::Result<()> {
+    let mut bytes = vec![0; header.cluster_bytes().min(64 << 10) as usize];
+    file.read_at(0, &mut bytes)?;
+    let slot = find(&bytes, |found| found == kind);
+    let at = match slot.or_else(|| find(&bytes, |found| found == EXTENSION_SPARE)) {
+        Some(at) => at,
+        None => append(file, &bytes)?,
+    };
+    file.write_at((at + HEAD) as u64, fields)?;
+    file.sync()?;
+    if slot.is_some() { Ok(()) } else { set_kind(file, at, kind) }
+}
+
 /// The position of the extension of 24 bytes whose type `is_it`.
 fn find(bytes: &[u8], is_it: impl Fn(u32) -> bool) -> Option<usize> {
     extensions(bytes).find(|&(_, kind, len)| is_it(kind) && len == FIELDS).map(|(at, ..)| at)

@@ -52,13 +52,22 @@ pub(crate) fn write(
     Ok(layout.write(file, terms.preallocation))
 }
 
+/// Writes an image with `header`, whose disk is its data file as it is, to `file`. The outer error is a refusal.
+pub(crate) fn write_over_data_file(
+    file: &ImageFile,
+    header: Header,
+) -> Result<io::Result<()>, String> {
+    let layout = ImageLayout::new(header, Preallocation::Metadata)?;
+    Ok(layout.write(file, Preallocation::Metadata))
+}
+
 /// The layout of a new image, in this order: the header, the refcount table, its blocks, the L1
 /// table, L2 tables, data.
 struct ImageLayout {
     header: Header,
     /// Refcount blocks.
     blocks: u64,
-    /// L2 tables and data clusters that are preallocated.
+    /// L2 tables and data clusters that are preallocated; those in a data file are mapped to their own positions.
     l2_tables: u64,
     data: u64,
     /// All clusters of the image.
@@ -79,7 +88,8 @@ impl ImageLayout {
             let what = "the name of its backing file does not fit into a cluster";
             return Err(format!("{what} (give a larger --cluster-size)"));
         }
-        let rest = 1 + (l1_entries * 8).div_ceil(cluster) + l2_tables + data;
+        let inside = if header.has_data_file() { 0 } else { data };
+        let rest = 1 + (l1_entries * 8).div_ceil(cluster) + l2_tables + inside;
         let RefcountLayout { table, blocks, clusters } = RefcountLayout::of(&header, rest)?;
         header.refcount_table_pos = cluster;
         header.refcount_table_clusters = table as u32;
@@ -108,7 +118,8 @@ impl ImageLayout {
         write_numbers(file, header.l1_pos, self.l2_tables, |index| {
             with_copied(l2_pos + index * cluster).to_be_bytes()
         })?;
-        let data_pos = l2_pos + self.l2_tables * cluster;
+        let first_pos = l2_pos + self.l2_tables * cluster;
+        let data_pos = if header.has_data_file() { 0 } else { first_pos };
         let words = header.entry_words() as u64;
         write_numbers(file, l2_pos, self.data * words, |word| {
             let entry = with_copied(data_pos + word / words * cluster);

@@ -1,12 +1,14 @@
 //! Encodes the header of a qcow2 image, the inverse of [`Header::parse`].
 //!
-//! Invariant: the bytes hold only fields of the header, and no extension but the format of the
-//! backing file. Source: QEMU docs/interop/qcow2.txt, "Header".
+//! Invariant: the bytes hold only fields of the header, and no extension but the name of a data file, the state of the
+//! disk in it and the format of the backing file. Source: QEMU docs/interop/qcow2.txt, "Header".
 
 use std::os::unix::ffi::OsStrExt;
 
 use crate::formats::decompress::Compression;
-use crate::formats::qcow2::header::{EXTENSION_BACKING_FORMAT, Header, MAGIC, V3_BYTES};
+use crate::formats::qcow2::header::{
+    EXTENSION_BACKING_FORMAT, EXTENSION_DATA_FILE, EXTENSION_DISK_STATE, Header, MAGIC, V3_BYTES,
+};
 
 /// The fields of version 3, and padding to a multiple of 8.
 const FIELDS_BYTES: usize = 112;
@@ -43,16 +45,25 @@ pub(crate) fn encode(header: &Header) -> Vec<u8> {
         put(100, &(len as u32).to_be_bytes());
         put(V3_BYTES, &[compression]);
     }
-    if let Some(backing) = &header.backing {
+    let format = header.backing.as_ref().and_then(|backing| backing.format.as_deref());
+    let extensions = [
+        (EXTENSION_BACKING_FORMAT, format.map(str::as_bytes)),
+        (EXTENSION_DISK_STATE, header.disk_state.as_ref().map(|state| &state[..])),
+        (EXTENSION_DATA_FILE, header.data_file.as_ref().map(|name| name.as_bytes())),
+    ];
+    if header.backing.is_some() || extensions.iter().any(|(_, data)| data.is_some()) {
         // The extensions begin behind the fields, without the padding.
         bytes.truncate(len);
-        if let Some(format) = &backing.format {
-            bytes.extend(EXTENSION_BACKING_FORMAT.to_be_bytes());
-            bytes.extend((format.len() as u32).to_be_bytes());
-            bytes.extend(format.as_bytes());
+        for (kind, data) in extensions {
+            let Some(data) = data else { continue };
+            bytes.extend(kind.to_be_bytes());
+            bytes.extend((data.len() as u32).to_be_bytes());
+            bytes.extend(data);
             bytes.resize(bytes.len().next_multiple_of(8), 0);
         }
         bytes.extend([0; EXTENSION_HEAD_BYTES]);
+    }
+    if let Some(backing) = &header.backing {
         let (pos, name) = (bytes.len() as u64, backing.name.as_bytes());
         bytes.extend(name);
         let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);

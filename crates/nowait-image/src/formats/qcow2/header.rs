@@ -55,10 +55,13 @@ const DEFAULT_REFCOUNT_ORDER: u32 = 4;
 
 const EXTENSION_END: u32 = 0;
 pub(crate) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
-const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
+pub(crate) const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
 pub(crate) const EXTENSION_BITMAPS: u32 = 0x2385_2875;
 
-/// Bytes of the extension for bitmaps.
+/// The state of the disk in an external raw data file; of this program.
+pub(crate) const EXTENSION_DISK_STATE: u32 = 0x6e6f_7762;
+
+/// Bytes of the extension for bitmaps, and of that for the state of the disk.
 pub(crate) const BITMAPS_BYTES: usize = 24;
 
 const INCOMPATIBLE_DIRTY: u64 = 1 << 0;
@@ -120,6 +123,8 @@ pub struct Header {
     /// Whether there is such a directory that cannot be relied on: a program that does not know bitmaps has written to the
     /// image.
     pub has_stale_bitmaps: bool,
+    /// The state of the disk in its data file, as this program has noted it.
+    pub(crate) disk_state: Option<[u8; BITMAPS_BYTES]>,
     /// 0 none, 1 AES, 2 LUKS.
     pub encryption: u32,
     /// Whether the disk, its size and the L1 table are those of an internal snapshot.
@@ -161,6 +166,7 @@ impl Header {
             compression: Compression::Deflate,
             bitmaps: None,
             has_stale_bitmaps: false,
+            disk_state: None,
             encryption: 0,
             is_snapshot: false,
         }
@@ -173,6 +179,16 @@ impl Header {
             _ => self.incompatible | INCOMPATIBLE_COMPRESSION,
         };
         Self { compression, incompatible, ..self }
+    }
+
+    /// This header, of an image whose disk is the file `name` as it is.
+    pub(crate) fn with_raw_data_file(self, name: OsString) -> Self {
+        Self {
+            incompatible: self.incompatible | INCOMPATIBLE_DATA_FILE,
+            autoclear: self.autoclear | AUTOCLEAR_DATA_FILE_RAW,
+            data_file: Some(name),
+            ..self
+        }
     }
 
     /// This header, of an image with extended L2 entries.
@@ -231,6 +247,7 @@ impl Header {
             compression: Compression::Deflate,
             bitmaps: None,
             has_stale_bitmaps: false,
+            disk_state: None,
             encryption: be32(bytes, 32),
             is_snapshot: false,
         };
@@ -349,6 +366,7 @@ impl Header {
                     self.bitmaps = Some(self.read_bitmaps(data)?);
                 }
                 EXTENSION_BITMAPS => self.has_stale_bitmaps = true,
+                EXTENSION_DISK_STATE => self.disk_state = data.try_into().ok(),
                 _ => {}
             }
             at += len.next_multiple_of(8);

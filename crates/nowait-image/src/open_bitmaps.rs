@@ -1,0 +1,200 @@
+//! The bitmaps of a raw disk that is open.
+//!
+//! Invariant: where they may lack a change, all of each is dirty on storage before the disk is written to.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use nowait::ByteRange;
+
+use crate::chain::{ChainOptions, Locking};
+use crate::error::ImageError;
+use crate::formats::layer::Layer;
+use crate::formats::qcow2::bitmaps::Bitmap;
+use crate::formats::qcow2::header::Header;
+use crate::formats::qcow2::stored_bits::StoredBits;
+use crate::image_file::{ImageFile, Opening};
+use crate::lock::{Access, LockError};
+use crate::qcow2_disk::bitmap_store::{self, BitmapStore, Noting};
+use crate::qcow2_disk::writeback_on;
+use crate::raw_bitmaps::bitmaps_place::BitmapsPlace;
+use crate::raw_bitmaps::disk_record::DiskRecord;
+use crate::warning::Warning;
+use crate::{lock, lock_holder};
+
+/// The bitmaps of a raw disk, as far as there are any.
+#[derive(Default)]
+pub(crate) struct RawBitmaps {
+    /// Where they are, or can be.
+    pub(crate) place: Option<BitmapsPlace>,
+    pub(crate) open: Option<OpenBitmaps>,
+}
+
+/// The open file with bitmaps. It holds the lock.
+pub(crate) struct OpenBitmaps {
+    file: Arc<ImageFile>,
+    header: Header,
+    handed_over: Vec<OwnedFd>,
+    /// The bitmaps of a disk that is written to, if there are any.
+    pub(crate) store: Option<Arc<BitmapStore>>,
+    /// Of a disk that is only read: whether they may lack a change.
+    is_stale: bool,
+}
+
+impl RawBitmaps {
+    /// Those of the raw disk of `layer`, which is open and locked. Nothing has been changed since.
+    ///
+    /// # Errors
+    /// Another process uses them; the errno of a failed system call. Of a block device also any refusal: nothing would tell
+    /// later that it was written to without them.
+    pub(crate) fn open(
+        layer: &Layer,
+        options: &ChainOptions,
+        warnings: &mut Vec<Warning>,
+    ) -> Result<Self, ImageError> {
+        let place = BitmapsPlace::of(&layer.file, options.bitmap_dir.as_deref())?;
+        let Some(there) = place.as_ref().filter(|place| place.is_there()) else {
+            return Ok(Self { place, open: None });
+        };
+        let must_be_used = options.writable && layer.file.is_block_device();
+        let opened = OpenBitmaps::open(there, options, warnings);
+        let open = match opened {
+            Ok(open) => Some(open),
+            Err(NotOpened::Refused(why)) if !must_be_used => {
+                warnings
+                    .push(Warning::UnusedBitmaps(there.path().to_owned(), why.what().to_owned()));
+                None
+            }
+            Err(NotOpened::Refused(error) | NotOpened::Failed(error)) => return Err(error),
+        };
+        Ok(Self { place, open })
+    }
+}
+
+/// Why bitmaps are not used.
+enum NotOpened {
+    /// The file is not one for the disk, or is damaged.
+    Refused(ImageError),
+    /// It cannot be told now.
+    Failed(ImageError),
+}
+
+impl From<ImageError> for NotOpened {
+    fn from(error: ImageError) -> Self {
+        match error.errno() {
+            libc::EINVAL => Self::Refused(error),
+            _ => Self::Failed(error),
+        }
+    }
+}
+
+impl OpenBitmaps {
+    fn open(
+        place: &BitmapsPlace,
+        options: &ChainOptions,
+        warnings: &mut Vec<Warning>,
+    ) -> Result<Self, NotOpened> {
+        let opening = if options.writable { Opening::Shared } else { Opening::ReadOnly };
+        let (file, header) = place.open(opening)?;
+        let mut opened =
+            Self { file, header, handed_over: Vec::new(), store: None, is_stale: false };
+        opened.lock(options, warnings).map_err(NotOpened::Failed)?;
+        // Another process may have changed it before it was locked.
+        opened.header = Header::read(&opened.file)?;
+        if opened.header.has_stale_bitmaps {
+            warnings.push(Warning::StaleBitmaps(place.path().to_owned()));
+        }
+        if opened.header.bitmaps.is_none() {
+            return Ok(opened);
+        }
+        let failed = |error| NotOpened::Failed(ImageError::os(place.path(), "read", &error));
+        let now = place.disk.record().map_err(failed)?;
+        let size = place.disk_bytes().map_err(failed)?;
+        let known = opened.header.disk_state.as_ref().and_then(DiskRecord::parse);
+        let is_in_use = opened.header.kept_bitmaps() != 0;
+        let is_same = known.is_some_and(|known| match is_in_use {
+            true => known.is_of_same_disk(&now),
+            false => known.is_same(&now),
+        });
+        if !is_same {
+            warnings.push(Warning::ChangedDisk(place.path().to_owned()));
+        }
+        if !options.writable {
+            opened.is_stale = !is_same || opened.header.size != size;
+            opened.read_only()?;
+            return Ok(opened);
+        }
+        let before = opened.header.size;
+        let dirty_from = if is_same { before.min(size) } else { 0 };
+        if before != size {
+            place.fit(size, Some(dirty_from))?;
+            let (file, header) = place.open(opening)?;
+            (opened.file, opened.header) = (file, header);
+            opened.handed_over.clear();
+            opened.lock(options, warnings).map_err(NotOpened::Failed)?;
+        }
+        let dirty = ByteRange::new(dirty_from, size - dirty_from);
+        opened.take_up(place, Noting { disk: place.disk.clone(), dirty, is_noted: is_same })?;
+        Ok(opened)
+    }
+
+    fn lock(
+        &mut self,
+        options: &ChainOptions,
+        warnings: &mut Vec<Warning>,
+    ) -> Result<(), ImageError> {
+        if options.locking == Locking::Unlocked {
+            return Ok(());
+        }
+        self.handed_over = options.handed_over.take(&self.file).unwrap_or_default();
+        let path = self.file.path();
+        let own = self.file.fd().map_err(|error| ImageError::os(path, "lock it", &error))?;
+        let fd = self.handed_over.first().map_or(own, AsFd::as_fd);
+        let access = if options.writable { Access::Write } else { Access::Read };
+        match lock::lock(fd, access) {
+            Ok(()) => Ok(()),
+            Err(LockError::Unsupported) => {
+                warnings.push(Warning::NotLocked(path.to_owned()));
+                Ok(())
+            }
+            Err(error) => Err(ImageError::refused(path, lock_holder::told(fd, error))),
+        }
+    }
+
+    /// Has the bitmaps be in use.
+    fn take_up(&mut self, place: &BitmapsPlace, noting: Noting) -> Result<(), ImageError> {
+        self.header = bitmap_store::prepare(&self.file, &self.header)?;
+        let storage = self.file.storage().clone();
+        let writeback = Arc::new(writeback_on(&self.file, &self.header, storage, None, true)?);
+        let store = BitmapStore::open(&self.file, &self.header, &writeback, Some(noting));
+        debug_assert_eq!(self.file.path(), place.path());
+        self.store = Some(Arc::new(store?));
+        Ok(())
+    }
+
+    /// The bitmaps of a disk that is only read, with the bits of those that are usable.
+    ///
+    /// # Errors
+    /// `EINVAL`: the list of bitmaps is damaged. Those of pread(2).
+    pub(crate) fn read_only(&self) -> Result<Vec<(Bitmap, Option<StoredBits>)>, ImageError> {
+        let all = Bitmap::with_entries(&self.file, &self.header)?;
+        let each = all.into_iter().map(|(entry, bitmap)| {
+            let bitmap = match self.is_stale {
+                true => Bitmap { in_use: true, kept: false, ..bitmap },
+                false => bitmap,
+            };
+            let bits =
+                bitmap.is_usable().then(|| StoredBits::new(&self.file, &self.header, &entry));
+            (bitmap, bits)
+        });
+        Ok(each.collect())
+    }
+
+    /// The descriptors that hold the lock.
+    pub(crate) fn held_files(&self) -> Vec<BorrowedFd<'_>> {
+        match self.handed_over.is_empty() {
+            true => self.file.fd().into_iter().collect(),
+            false => self.handed_over.iter().map(AsFd::as_fd).collect(),
+        }
+    }
+}
