@@ -72,7 +72,9 @@ impl PreparedBackup {
         let guarded: Disk = Arc::new(guarded);
         let served = backup_device::device(&point, guarded.clone(), spec.discards);
         let description = format!("{} at an instant", export.description()).trim_start().to_owned();
-        let served = Export::new(served, name, description).with_block_size(export.block_size());
+        let served = Export::new(served, name, description)
+            .with_block_size(export.block_size())
+            .with_only_discards();
         let backup = AnyExport {
             bitmaps: DirtyBitmaps::of_frozen(frozen),
             backup_of: Some(of.id),

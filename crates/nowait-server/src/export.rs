@@ -48,6 +48,8 @@ pub struct Export {
     write_protected: AtomicBool,
     /// The bitmaps that are stored in the image.
     bitmap_store: Option<Arc<BitmapStore>>,
+    /// Whether discards are the only changes that the disk takes.
+    only_discards: bool,
 }
 
 impl Export {
@@ -55,8 +57,28 @@ impl Export {
     #[must_use]
     pub fn new(disk: Arc<BlockDevice<dyn BlockMap>>, name: String, description: String) -> Self {
         let (faults, write_protected) = (Arc::default(), AtomicBool::new(false));
-        let bitmap_store = None;
-        Self { disk, name, description, faults, block_size: None, write_protected, bitmap_store }
+        let (block_size, bitmap_store, only_discards) = (None, None, false);
+        Self {
+            disk,
+            name,
+            description,
+            faults,
+            block_size,
+            write_protected,
+            bitmap_store,
+            only_discards,
+        }
+    }
+
+    /// This export, whose disk refuses all changes but discards.
+    #[must_use]
+    pub(crate) fn with_only_discards(self) -> Self {
+        Self { only_discards: true, ..self }
+    }
+
+    /// Whether the disk takes zeroing and writes, if it is not read-only.
+    pub(crate) fn takes_writes(&self) -> bool {
+        !self.only_discards
     }
 
     /// This export, but one whose clients read and write whole blocks of `block_size` only, if it is given.

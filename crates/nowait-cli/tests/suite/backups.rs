@@ -138,6 +138,10 @@ fn other_programs_read_a_backup_while_its_disk_is_written() {
     let uri = format!("nbd+unix:///backup?socket={}", socket.display());
     let info = tool("nbdinfo").arg(&uri).succeeds();
     assert!(info.contains("is_read_only: false") && info.contains("can_trim: true"), "{info}");
+    assert!(info.contains("can_zero: false") && info.contains("can_fast_zero: false"), "{info}");
+    let info =
+        tool("nbdinfo").arg(format!("nbd+unix:///two?socket={}", socket.display())).succeeds();
+    assert!(info.contains("can_zero: true") && info.contains("can_fast_zero: true"), "{info}");
     it.server.stop();
 }
 

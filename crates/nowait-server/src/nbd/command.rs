@@ -33,8 +33,10 @@ pub(crate) fn export_info(id: ExportId, export: &Export, bitmaps: Vec<BitmapName
     if export.is_read_only() {
         flags |= wire::FLAG_READ_ONLY;
     } else {
-        // Where zeroing is never fast, an immediate error is what FAST_ZERO promises.
-        flags |= wire::FLAG_SEND_WRITE_ZEROES | wire::FLAG_SEND_FAST_ZERO;
+        if export.takes_writes() {
+            // Where zeroing is never fast, an immediate error is what FAST_ZERO promises.
+            flags |= wire::FLAG_SEND_WRITE_ZEROES | wire::FLAG_SEND_FAST_ZERO;
+        }
         if disk.supports_punch_hole() {
             flags |= wire::FLAG_SEND_TRIM;
         }
