@@ -3,7 +3,9 @@
 //! Invariant: columns that have no place are left out in a fixed order, the latencies before the
 //! errors; a text of a client has no control characters.
 
-use nowait_control::{BucketLimit, ConnectionInfo, ExportInfo, LimitsInfo, Load, ServerInfo};
+use nowait_control::{
+    BackupInfo, BucketLimit, ConnectionInfo, ExportInfo, LimitsInfo, Load, ServerInfo,
+};
 use nowait_daemon::error::plain;
 use nowait_daemon::size::short;
 
@@ -60,6 +62,7 @@ impl View<'_> {
         ];
         lines.extend(self.table(width));
         lines.extend(self.exports.iter().flat_map(errors));
+        lines.extend(self.exports.iter().filter_map(backup));
         let paths: Vec<_> =
             self.paths.iter().map(|(name, part)| format!("{name} {part:.1} %")).collect();
         if !paths.is_empty() {
@@ -158,6 +161,16 @@ fn errors(export: &ExportInfo) -> Vec<String> {
         format!("errors of {name}, {frontend}: {} {message}", error.requests)
     })
     .collect()
+}
+
+/// The backup of an export, if it has one.
+fn backup(export: &ExportInfo) -> Option<String> {
+    let BackupInfo { name, copied_bytes, failure, .. } = export.backup.as_ref()?;
+    let (of, name, copied) = (name_of(export), plain(name), short(*copied_bytes));
+    Some(match failure {
+        None => format!("backup of {of}: {name}, {copied} copied to scratch"),
+        Some(why) => format!("backup of {of}: {name} has failed: {}", plain(why)),
+    })
 }
 
 /// The limits of an export, and those of each of its clients; empty without any.
@@ -278,6 +291,19 @@ mod tests {
         let lines = lines(&export, 80);
         assert!(lines[4].starts_with("errors of a-name"), "{lines:#?}");
         assert!(lines[4].contains("nbd: 3 bad") && !lines[4].contains('\x1b'), "{lines:#?}");
+    }
+
+    #[test]
+    fn a_backup_has_a_line_that_says_what_it_has_copied_or_why_it_has_failed() {
+        let mut export = export(LimitsInfo::default());
+        export.name = "vm".into();
+        assert!(!lines(&export, 80).iter().any(|line| line.starts_with("backup")));
+        let backup =
+            BackupInfo { name: "vm.backup".into(), copied_bytes: 3 << 20, ..BackupInfo::default() };
+        export.backup = Some(backup.clone());
+        assert_eq!(lines(&export, 80)[4], "backup of vm: vm.backup, 3 MiB copied to scratch");
+        export.backup = Some(BackupInfo { failure: Some("its scratch\n".into()), ..backup });
+        assert_eq!(lines(&export, 80)[4], "backup of vm: vm.backup has failed: its scratch\\n");
     }
 
     #[test]
