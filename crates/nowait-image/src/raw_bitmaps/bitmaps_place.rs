@@ -15,7 +15,8 @@ use crate::raw_bitmaps::disk_record::{RawDisk, passing_name, stable_names};
 
 /// What the name of the image is followed by.
 const SUFFIX: &str = ".bitmaps.qcow2";
-/// The most bytes of the name of a file.
+/// The most bytes of the name of the file with the bitmaps of a raw disk, in a given directory: its path, escaped.
+/// Beyond it: the disk is refused.
 const MAX_NAME: usize = 255;
 /// What an unfinished file is followed by.
 const UNFINISHED: usize = ".partial".len();
