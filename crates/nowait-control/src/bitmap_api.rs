@@ -15,7 +15,7 @@ pub struct BitmapInfo {
     pub enabled: bool,
     /// Bytes of the disk that are dirty.
     pub dirty_bytes: u64,
-    /// Whether it is stored in the image, and there again when that is served the next time.
+    /// Whether it is stored in the image, or beside a raw one, and there again when that is served the next time.
     #[serde(default, skip_serializing_if = "is_false")]
     pub persistent: bool,
     /// Whether its bits are lost, because a program that had the image open has not stored them: it can only be removed.
@@ -41,7 +41,7 @@ pub struct AddBitmap {
     /// Whether changes are marked from now on; true without it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub enabled: Option<bool>,
-    /// Whether it is stored in the image; without it, where the image can store bitmaps.
+    /// Whether it is stored in the image, or beside a raw one; without it, where that is possible.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent: Option<bool>,
 }

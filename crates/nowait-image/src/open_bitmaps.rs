@@ -45,8 +45,8 @@ impl RawBitmaps {
     /// Those of the raw disk of `layer`, which is open and locked. Nothing has been changed since.
     ///
     /// # Errors
-    /// Another process uses them; the errno of a failed system call. Of a block device also any refusal: nothing would tell
-    /// later that it was written to without them.
+    /// Of a disk that is written to: another process uses them; the errno of a failed system call. Of a block device also any
+    /// refusal: nothing would tell later that it was written to without them.
     pub(crate) fn open(
         layer: &Layer,
         options: &ChainOptions,
@@ -56,35 +56,40 @@ impl RawBitmaps {
         let Some(there) = place.as_ref().filter(|place| place.is_there()) else {
             return Ok(Self { place, open: None });
         };
-        let must_be_used = options.writable && layer.file.is_block_device();
-        let opened = OpenBitmaps::open(there, options, warnings);
-        let open = match opened {
+        let is_device = layer.file.is_block_device();
+        let open = match OpenBitmaps::open(there, options, warnings) {
             Ok(open) => Some(open),
-            Err(NotOpened::Refused(why)) if !must_be_used => {
-                warnings
-                    .push(Warning::UnusedBitmaps(there.path().to_owned(), why.what().to_owned()));
+            Err(NotOpened { error, is_passing })
+                if options.writable && (is_passing || is_device) =>
+            {
+                return Err(error);
+            }
+            Err(NotOpened { error, .. }) => {
+                let (path, why) = (there.path().to_owned(), error.what().to_owned());
+                warnings.push(Warning::UnusedBitmaps(path, why));
                 None
             }
-            Err(NotOpened::Refused(error) | NotOpened::Failed(error)) => return Err(error),
         };
         Ok(Self { place, open })
     }
 }
 
 /// Why bitmaps are not used.
-enum NotOpened {
-    /// The file is not one for the disk, or is damaged.
-    Refused(ImageError),
-    /// It cannot be told now.
-    Failed(ImageError),
+struct NotOpened {
+    error: ImageError,
+    /// Whether that is not for what is in the file, and may be otherwise later.
+    is_passing: bool,
+}
+
+impl NotOpened {
+    const fn passing(error: ImageError) -> Self {
+        Self { error, is_passing: true }
+    }
 }
 
 impl From<ImageError> for NotOpened {
     fn from(error: ImageError) -> Self {
-        match error.errno() {
-            libc::EINVAL => Self::Refused(error),
-            _ => Self::Failed(error),
-        }
+        Self { is_passing: error.errno() != libc::EINVAL, error }
     }
 }
 
@@ -98,7 +103,7 @@ impl OpenBitmaps {
         let (file, header) = place.open(opening)?;
         let mut opened =
             Self { file, header, handed_over: Vec::new(), store: None, is_stale: false };
-        opened.lock(options, warnings).map_err(NotOpened::Failed)?;
+        opened.lock(options, warnings).map_err(NotOpened::passing)?;
         // Another process may have changed it before it was locked.
         opened.header = Header::read(&opened.file)?;
         if opened.header.has_stale_bitmaps {
@@ -107,7 +112,7 @@ impl OpenBitmaps {
         if opened.header.bitmaps.is_none() {
             return Ok(opened);
         }
-        let failed = |error| NotOpened::Failed(ImageError::os(place.path(), "read", &error));
+        let failed = |error| NotOpened::passing(ImageError::os(place.path(), "read", &error));
         let now = place.disk.record().map_err(failed)?;
         let size = place.disk_bytes().map_err(failed)?;
         let known = opened.header.disk_state.as_ref().and_then(DiskRecord::parse);
@@ -131,10 +136,10 @@ impl OpenBitmaps {
             let (file, header) = place.open(opening)?;
             (opened.file, opened.header) = (file, header);
             opened.handed_over.clear();
-            opened.lock(options, warnings).map_err(NotOpened::Failed)?;
+            opened.lock(options, warnings).map_err(NotOpened::passing)?;
         }
         let dirty = ByteRange::new(dirty_from, size - dirty_from);
-        opened.take_up(place, Noting { disk: place.disk.clone(), dirty, is_noted: is_same })?;
+        opened.take_up(Noting { disk: place.disk.clone(), dirty, is_noted: is_same })?;
         Ok(opened)
     }
 
@@ -162,12 +167,11 @@ impl OpenBitmaps {
     }
 
     /// Has the bitmaps be in use.
-    fn take_up(&mut self, place: &BitmapsPlace, noting: Noting) -> Result<(), ImageError> {
+    fn take_up(&mut self, noting: Noting) -> Result<(), ImageError> {
         self.header = bitmap_store::prepare(&self.file, &self.header)?;
         let storage = self.file.storage().clone();
         let writeback = Arc::new(writeback_on(&self.file, &self.header, storage, None, true)?);
         let store = BitmapStore::open(&self.file, &self.header, &writeback, Some(noting));
-        debug_assert_eq!(self.file.path(), place.path());
         self.store = Some(Arc::new(store?));
         Ok(())
     }

@@ -322,8 +322,8 @@ pub(crate) enum ExportAction {
 ///
 /// A dirty bitmap has a bit for each piece of a disk, which is set when a client changes something in
 /// it. NBD clients read it as the context qemu:dirty-bitmap:NAME. It stays when the disk is resized, when
-/// a snapshot is taken and when another program takes over by 'nowait upgrade'. In a qcow2 image it is
-/// stored, and there again at the next start; of other images it is lost when the server exits.
+/// a snapshot is taken and when another program takes over by 'nowait upgrade'. In a qcow2 image, and beside a
+/// raw one, it is stored, and there again at the next start; of other images it is lost when the server exits.
 /// docs/backup.md has examples.
 #[derive(Debug, Args)]
 pub(crate) struct BitmapCommand {
@@ -358,7 +358,8 @@ pub(crate) enum BitmapAction {
         /// Record nothing until 'enable'
         #[arg(long)]
         disabled: bool,
-        /// Keep it in memory only; without this it is stored in the image, if that is qcow2 and written to
+        /// Keep it in memory only; without this it is stored in a qcow2 image, or in IMAGE.bitmaps.qcow2 beside a
+        /// raw one, or in the directory of serve --bitmap-dir, if the image is written to
         #[arg(long)]
         temporary: bool,
         #[command(flatten)]

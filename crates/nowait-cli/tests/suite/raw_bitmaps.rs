@@ -90,7 +90,8 @@ fn a_file_that_another_program_has_written_to_is_dirty_as_a_whole() {
         tool("cp").args(times).args([&it.image, &kept]).succeeds();
         fs::rename(&kept, &it.image).expect("a rename");
     };
-    let cases: [(&str, fn() -> Stored, &dyn Fn(&Stored)); 4] = [
+    type Case<'a> = (&'a str, fn() -> Stored, &'a dyn Fn(&Stored));
+    let cases: [Case<'_>; 4] = [
         ("a write", closed, &write),
         ("times that are set back", closed, &|it| {
             let before = fs::metadata(&it.image).and_then(|meta| meta.modified()).expect("times");
@@ -532,5 +533,5 @@ fn nothing_is_made_beside_a_disk_without_bitmaps() {
         .expect("files")
         .map(|it| it.expect("a file").path())
         .collect();
-    assert_eq!(left, [it.image.clone()]);
+    assert_eq!(left, std::slice::from_ref(&it.image));
 }

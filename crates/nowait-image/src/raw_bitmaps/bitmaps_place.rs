@@ -6,11 +6,12 @@
 use std::ffi::OsString;
 use std::fmt::Write;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::error::ImageError;
-use crate::image_file::ImageFile;
+use crate::image_file::{FileId, ImageFile};
 use crate::raw_bitmaps::disk_record::{RawDisk, passing_name, stable_names};
 
 /// What the name of the image is followed by.
@@ -34,7 +35,7 @@ impl BitmapsPlace {
     /// The place of the bitmaps of the disk in `file`; `directory` is that of `--bitmap-dir`. `None` if it has none.
     ///
     /// # Errors
-    /// Its name is too long for a file there. Those of realpath(3) and fstat(2).
+    /// Its name is too long for a file there. Those of fstat(2).
     pub(crate) fn of(
         file: &Arc<ImageFile>,
         directory: Option<&Path>,
@@ -45,9 +46,9 @@ impl BitmapsPlace {
         if file.is_block_device() {
             return directory.map_or(Ok(None), |directory| Self::of_device(file, directory));
         }
-        let failed = |error: std::io::Error| ImageError::os(file.path(), "find it", &error);
-        let disk_path = file.path().canonicalize().map_err(failed)?;
-        let disk = RawDisk::of_file(file).map_err(failed)?;
+        let Some(disk_path) = own_path(file) else { return Ok(None) };
+        let disk = RawDisk::of_file(file);
+        let disk = disk.map_err(|error| ImageError::os(file.path(), "look at it", &error))?;
         let mut beside = disk_path.clone().into_os_string();
         beside.push(SUFFIX);
         let beside = Self { path: beside.into(), disk_path, disk };
@@ -74,9 +75,9 @@ impl BitmapsPlace {
         if first.is_some() {
             return Ok(first);
         }
-        let Some(name) = passing_name(file) else { return Ok(None) };
-        let found = file.path().canonicalize();
-        let disk_path = found.map_err(|error| ImageError::os(file.path(), "find it", &error))?;
+        let (Some(name), Some(disk_path)) = (passing_name(file), own_path(file)) else {
+            return Ok(None);
+        };
         let path = place_in(directory, &disk_path, file.path())?;
         Ok(Some(Self { path, disk_path, disk: RawDisk::of_device(file, &name) }))
     }
@@ -92,6 +93,14 @@ impl BitmapsPlace {
     pub fn is_there(&self) -> bool {
         self.path.symlink_metadata().is_ok()
     }
+}
+
+/// The absolute path of `file`, without symbolic links; `None` if it has no name any more.
+fn own_path(file: &ImageFile) -> Option<PathBuf> {
+    let path = file.path().canonicalize().ok()?;
+    let named = path.metadata().ok()?;
+    let found = FileId { device: named.dev(), inode: named.ino() };
+    (found == file.identity().ok()?).then_some(path)
 }
 
 /// The place in `directory` for the disk with the absolute path `disk`, which the user calls `image`.
@@ -178,5 +187,11 @@ mod tests {
         // Bitmaps that are beside it already stay there.
         std::fs::write(&beside, "").unwrap();
         assert_eq!(place(&image, Some(&given)).path(), beside);
+        // A file that has lost its name, or whose name is that of another one, has none.
+        let file = Arc::new(ImageFile::open(&image, false).unwrap());
+        std::fs::remove_file(&image).unwrap();
+        assert!(BitmapsPlace::of(&file, None).unwrap().is_none());
+        std::fs::write(&image, "another").unwrap();
+        assert!(BitmapsPlace::of(&file, None).unwrap().is_none());
     }
 }

@@ -122,8 +122,8 @@ impl RawDisk {
         let now = fstat(fd)?;
         for _ in 0..TICKS {
             let clock = clock_gettime(ClockId::RealtimeCoarse);
-            let last = (now.st_ctime, now.st_ctime_nsec as i64);
-            let is_later = (clock.tv_sec, i64::from(clock.tv_nsec)) > last;
+            let last = (now.st_ctime, now.st_ctime_nsec.cast_signed());
+            let is_later = (clock.tv_sec, clock.tv_nsec) > last;
             if is_later || self.file.is_block_device() {
                 break;
             }
@@ -137,9 +137,9 @@ impl RawDisk {
 fn state_of(stat: &Stat) -> u64 {
     let times = [
         stat.st_mtime.cast_unsigned(),
-        stat.st_mtime_nsec as u64,
+        stat.st_mtime_nsec,
         stat.st_ctime.cast_unsigned(),
-        stat.st_ctime_nsec as u64,
+        stat.st_ctime_nsec,
     ];
     if times[1] == 0 && times[3] == 0 {
         return UNKNOWN;

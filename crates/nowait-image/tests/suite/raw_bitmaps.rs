@@ -83,14 +83,13 @@ fn bitmaps_that_another_process_has_locked_keep_the_disk_closed() {
         wait_until("the lock", || lock(held.as_fd(), other).is_ok());
         // The disk itself may be locked for a moment by a program that another test has started.
         wait_until("a refusal", || locked(true).err().is_some_and(|it| is_of_bitmaps(&it)));
-        match may_read {
-            true => wait_until("a reader", || locked(false).is_ok()),
-            false => {
-                wait_until("no reader", || {
-                    locked(false).err().is_some_and(|it| is_of_bitmaps(&it))
-                });
-            }
-        }
+        let mut reader = None;
+        wait_until("a reader", || {
+            reader = locked(false).ok();
+            reader.is_some()
+        });
+        let found = reader.unwrap().stored_bitmaps().unwrap().len();
+        assert_eq!(found, usize::from(may_read), "bitmaps of a disk that is only read");
         assert!(fs::read(place.path()).unwrap() == before);
     }
     let mut first = None;
