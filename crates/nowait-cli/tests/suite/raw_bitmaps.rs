@@ -218,10 +218,11 @@ fn bitmaps_that_another_process_uses_keep_the_disk_from_being_served() {
     assert_eq!(served_once(&it, &[]).0, json!([info("a", true, 1)]));
 }
 
-#[test]
-fn a_file_that_is_not_one_for_the_disk_is_not_used_and_stays_as_it_is() {
-    type Act = fn(&Stored);
-    let cases: [(&str, Act, &str); 6] = [
+/// What becomes of the file with the bitmaps, and what is told of it then.
+type Damage = (&'static str, fn(&Stored), &'static str);
+
+fn damages() -> [Damage; 6] {
+    [
         ("no image", |it| fs::write(&it.stored, "text").expect("a file"), "it is no qcow2 image"),
         (
             "an image with data of its own",
@@ -277,8 +278,12 @@ fn a_file_that_is_not_one_for_the_disk_is_not_used_and_stays_as_it_is() {
             },
             "the list of its bitmaps is damaged",
         ),
-    ];
-    for (what, act, why) in cases {
+    ]
+}
+
+#[test]
+fn a_file_that_is_not_one_for_the_disk_is_not_used_and_stays_as_it_is() {
+    for (what, act, why) in damages() {
         let it = closed();
         act(&it);
         let before = fs::read(&it.stored).expect("bitmaps");
