@@ -505,7 +505,7 @@ fn c74_a_bitmap_of_a_raw_disk_has_each_change_through_any_sequence_of_ends() {
 }
 
 #[test]
-fn a_signal_at_any_moment_of_adding_and_resizing_leaves_a_whole_file() {
+fn a_kill_at_any_moment_while_a_bitmap_is_added_leaves_a_whole_file_or_none() {
     let it = Stored::raw();
     let mut random = Random::from_seed(1);
     for round in 0..6 {
