@@ -1,4 +1,4 @@
-//! Measures the cost of a write to a qcow2 image, whose clusters are allocated.
+//! Measures the cost of a write to an image, whose clusters or blocks are allocated.
 //!
 //! `write_cost IMAGE WRITES`: run it under `valgrind --tool=callgrind` with two numbers of writes; the
 //! difference in instructions divided by the difference of the numbers is the cost of one write.
@@ -6,7 +6,7 @@
 use std::process::ExitCode;
 
 use nowait::{BlockingFile, Direct, Flags};
-use nowait_image::{ChainOptions, Format};
+use nowait_image::ChainOptions;
 
 const BLOCK: u64 = 4096;
 
@@ -16,7 +16,6 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     let writes: u64 = arguments.next().and_then(|n| n.to_str()?.parse().ok()).ok_or("no WRITES")?;
     let options = ChainOptions {
         writable: true,
-        format: Some(Format::Qcow2),
         direct: Direct::Off,
         cache_holes: true,
         ..ChainOptions::default()

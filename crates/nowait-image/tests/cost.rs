@@ -1,6 +1,8 @@
 //! The cost of a hit in the extent cache of a qcow2 image. Instructions are counted, not timed, so
 //! that the limit holds on a busy machine, too.
 
+use nowait_image::ChainOptions;
+use nowait_image::bitmap_changes::NewBitmap;
 use nowait_testkit::instructions::Example;
 use nowait_testkit::{Finished, Scratch, require_tool, tool};
 
@@ -11,6 +13,9 @@ const LOOKUP_INSTRUCTIONS: u64 = 75;
 /// Most instructions that a stored bitmap adds to a write to a region that was written to before. With the 56 that a server
 /// takes to note the change in memory this is less than 5 % of the 2,566 of a write over NBD at depth 64.
 const BITMAP_INSTRUCTIONS: u64 = 60;
+
+/// Most instructions that a stored bitmap adds to a write to a raw disk.
+const RAW_BITMAP_INSTRUCTIONS: u64 = 120;
 
 #[test]
 fn a_write_with_a_stored_bitmap_costs_little_more_than_without_it() {
@@ -31,6 +36,30 @@ fn a_write_with_a_stored_bitmap_costs_little_more_than_without_it() {
     let with = cost();
     println!("{without} instructions without a bitmap, {with} with one");
     assert!(with <= without + BITMAP_INSTRUCTIONS, "{with}, {without} without");
+}
+
+#[test]
+fn a_write_to_a_raw_disk_with_a_stored_bitmap_costs_little_more_than_without_it() {
+    if !require_tool("valgrind") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let image = scratch.join("disk.img");
+    std::fs::write(&image, vec![1; 64 << 20]).expect("an image");
+    let directory = env!("CARGO_MANIFEST_DIR");
+    let Some(example) = Example::of("dist", "nowait-image", directory, "write_cost") else {
+        return;
+    };
+    let cost = || example.instructions_of_one(&[image.as_os_str(), "{}".as_ref()]);
+    let without = cost();
+    let opened = nowait_image::open(&image, &ChainOptions::default()).expect("an image");
+    let place = opened.bitmaps_place().expect("a place for bitmaps");
+    let new = NewBitmap { name: "changes".into(), granularity: 65536, enabled: true };
+    place.add(&new).expect("a bitmap");
+    drop(opened);
+    let with = cost();
+    println!("{without} instructions without a bitmap, {with} with one");
+    assert!(with <= without + RAW_BITMAP_INSTRUCTIONS, "{with}, {without} without");
 }
 
 #[test]

@@ -80,7 +80,7 @@ fn qemu_reads_and_makes_the_bitmaps_of_a_raw_disk() {
 }
 
 #[test]
-fn a_file_that_another_program_has_written_to_is_dirty_as_a_whole() {
+fn c93_a_file_that_another_program_has_written_to_is_dirty_as_a_whole() {
     let write = |it: &Stored| {
         let file = File::options().write(true).open(&it.image).expect("the image");
         file.write_all_at(&[2; 512], 200 * MIB).expect("a write");
@@ -282,7 +282,7 @@ fn damages() -> [Damage; 6] {
 }
 
 #[test]
-fn a_file_that_is_not_one_for_the_disk_is_not_used_and_stays_as_it_is() {
+fn c94_a_file_that_is_not_one_for_the_disk_is_not_used_and_stays_as_it_is() {
     for (what, act, why) in damages() {
         let it = closed();
         act(&it);
@@ -295,7 +295,9 @@ fn a_file_that_is_not_one_for_the_disk_is_not_used_and_stays_as_it_is() {
             if mode.is_empty() {
                 assert!(it.command(&["add", "", "b"]).fails().contains(why), "{what}");
                 it.change(&["add", "", "b", "--temporary"]);
-                server.connect().write(9 * MIB, &[1; 512]).expect("a write");
+                let resize = ["export", "resize", "", "300M", "--control", text(&it.control)];
+                tool(NOWAIT).args(resize).succeeds();
+                server.connect().write(299 * MIB, &[1; 512]).expect("a write");
             }
             server.stop();
         }

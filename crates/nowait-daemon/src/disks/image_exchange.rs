@@ -191,7 +191,9 @@ impl ImageExchange<'_> {
             return Err(conflict("its size is that of the server behind it"));
         }
         let is_device = fs::metadata(&named.image).is_ok_and(|meta| !meta.is_file());
-        let bitmaps = self.bitmaps_place()?.filter(BitmapsPlace::is_there);
+        let bitmaps = self.bitmaps_place()?;
+        let has_bitmaps = self.with(|served| served.disk.image.bitmap_store().is_some())?;
+        let bitmaps = bitmaps.filter(|_| has_bitmaps);
         if is_device || (format.is_raw() && size > current && bitmaps.is_none()) {
             return self.grow_in_place(size);
         }

@@ -73,7 +73,7 @@ fn each_kind_of_change_is_in_a_bitmap_by_regions() {
 }
 
 #[test]
-fn bitmaps_that_another_process_has_locked_keep_the_disk_closed() {
+fn c94_bitmaps_that_another_process_has_locked_keep_the_disk_from_being_written_to() {
     let (_directory, path, place) = disk(SIZE);
     let locked = |writable| open_with(&path, writable, Locking::Locked);
     let is_of_bitmaps = |refused: &ImageError| refused.path() == place.path();
@@ -158,7 +158,7 @@ fn bits_come_along_with_another_size_and_what_is_new_is_clean() {
 }
 
 #[test]
-fn a_size_that_nobody_has_told_makes_all_dirty() {
+fn c93_a_size_that_no_server_has_given_makes_all_dirty() {
     for size in [SIZE / 2, SIZE - 512, SIZE + 512, 2 * SIZE, 1 << 34] {
         let (_directory, path, _) = disk(SIZE);
         File::options().write(true).open(&path).unwrap().set_len(size).unwrap();
