@@ -14,7 +14,7 @@ const LOOKUP_INSTRUCTIONS: u64 = 75;
 /// takes to note the change in memory this is less than 5 % of the 2,566 of a write over NBD at depth 64.
 const BITMAP_INSTRUCTIONS: u64 = 60;
 
-/// Most instructions that a stored bitmap adds to a write to a raw disk.
+/// Most instructions that a stored bitmap adds to a write to a raw disk, in a region that was written to before. Measured are 97.
 const RAW_BITMAP_INSTRUCTIONS: u64 = 120;
 
 #[test]
