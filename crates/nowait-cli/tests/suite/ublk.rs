@@ -21,11 +21,14 @@ mount -t sysfs none /sys
 mkdir -p /data /disk/new
 mount -t tmpfs none /data
 serve() {
-    rm -f /data/out
+    rm -f /data/out; : >/data/out
     $as /test/nowait serve "$@" >/data/out 2>&1 & server=$!
-    for try in $(seq 300); do grep -q '^serving' /data/out && break; sleep 0.1; done
-    cat /data/out
+    served; cat /data/out
 }
+# Whether a line of the server's output matches. By the shell alone: each program that is started costs the emulator
+# as much as a server does in a tenth of a second.
+said() { while read -r line; do case $line in $1) return 0 ;; esac; done </data/out; return 1; }
+served() { for try in $(seq 600); do said 'serving*' && break; sleep 0.2; done; }
 # Says so when a second has passed in which no thread of the system has waited for I/O.
 idle() {
     for try in $(seq 20); do
@@ -39,8 +42,9 @@ end_server() { kill -$1 $server; wait $server; status=$?; }
 threads() {
     label=$1; shift
     for process in "$@"; do for thread in /proc/$process/task/*; do
-        name=$(cat $thread/comm 2>/dev/null) && flags=$(sed 's/.*) //' $thread/stat | cut -d ' ' -f 7) || continue
-        case $((flags & 0x180000)) in
+        { read -r name <$thread/comm && read -r stat <$thread/stat; } 2>/dev/null || continue
+        set -- ${stat##*) }
+        case $(($7 & 0x180000)) in
             $((0x180000))) echo "guest: $label: flusher $name" ;;
             *) echo "guest: $label: no flusher $name" ;;
         esac
@@ -58,7 +62,7 @@ cd /sys/block/ublkb5/queue
 echo "guest: queue $(cat write_cache), fua $(cat fua), discard $(cat discard_max_bytes)"
 cd / && /test/mkfs.ext4 -q /dev/ublkb5 && mount -t ext4 /dev/ublkb5 /disk/new
 mkdir /disk/new/written
-dd if=/dev/urandom of=/data/random bs=1M count=12 2>/dev/null
+dd if=/test/random of=/data/random bs=1M count=12 2>/dev/null
 ( cd /disk/new/written && for file in 1 2 3 4 5 6; do
     dd if=/data/random of=$file bs=128k conv=fsync 2>/dev/null || echo "guest: I/O error"
 done; echo "guest: load ended" ) & load=$!
@@ -72,10 +76,12 @@ wait $load
 /test/nowait ublk stop 5; echo "guest: stop while in use $?"
 fstrim /disk/new && echo "guest: trimmed"
 echo 3 >/proc/sys/vm/drop_caches
-for file in /disk/new/written/*; do cmp $file /data/random || echo "guest: $file differs"; done
-cd /disk/new/written && for file in *; do echo "guest: wrote $(sha256sum $file)"; done
+sum=$(sha256sum /data/random)
+cd /disk/new/written && for file in *; do
+    cmp $file /data/random && echo "guest: wrote ${sum%% *}  $file" || echo "guest: $file differs"
+done
 cd / && kill -TERM $server
-for try in $(seq 100); do grep -q 'is in use' /data/out && break; sleep 0.1; done
+for try in $(seq 100); do said '*is in use*' && break; sleep 0.1; done
 umount /disk/new && wait $server; echo "guest: ended $?"
 cat /data/out
 ls /dev/ublkb5 2>/dev/null || echo "guest: no node"
@@ -87,7 +93,7 @@ load ublk_drv
 /test/nowait ublk features
 serve /dev/vda --ublk
 /test/mkfs.ext4 -q /dev/ublkb0 && mount -t ext4 /dev/ublkb0 /disk/new
-dd if=/dev/urandom of=/data/random bs=1M count=8 2>/dev/null
+dd if=/test/random of=/data/random bs=1M count=8 2>/dev/null
 mkdir /disk/new/written && cp /data/random /disk/new/written/1
 end_server TERM; cat /data/out; echo "guest: ended in use $status"
 ( /test/nowait ublk list --json; : >/data/listed ) &
@@ -121,7 +127,7 @@ chmod 666 /dev/ublk-control
 ( until chown 1000 /dev/ublkc0 2>/dev/null; do sleep 0.05; done
   until chown 1000 /dev/ublkb0 2>/dev/null; do sleep 0.05; done ) &
 user /test/nowait serve /data/other --direct off --ublk >/data/out 2>&1 & server=$!
-for try in $(seq 300); do grep -q '^serving' /data/out && break; sleep 0.1; done
+served
 user cmp -n 1048576 /dev/ublkb0 /data/other && echo "guest: a user has a node"
 user /test/nowait ublk stop 0 && wait $server && echo "guest: the user's server ended"
 /test/nowait ublk list | wc -l
@@ -148,7 +154,7 @@ losetup -d /dev/loop0
 /test/nowait ublk stop 1 && wait $server; echo "guest: stopped $?"
 serve /dev/vda --ublk=2 --verbose
 /test/mkfs.ext4 -q /dev/ublkb2 && mount -t ext4 /dev/ublkb2 /disk/new && mkdir /disk/new/written
-dd if=/dev/urandom of=/data/random bs=1M count=4 2>/dev/null
+dd if=/test/random of=/data/random bs=1M count=4 2>/dev/null
 ( while [ ! -e /data/enough ]; do
     dd if=/data/random of=/disk/new/written/1 bs=128k conv=fsync 2>/dev/null || echo "guest: I/O error"
 done ) & load=$!
@@ -166,7 +172,7 @@ umount /disk/new && end_server TERM; echo "guest: ended $status"
 /// others would all be copied.
 const ZERO_COPY: &str = r#"
 load ublk_drv
-dd if=/dev/urandom of=/data/random bs=1M count=8 2>/dev/null
+dd if=/test/random of=/data/random bs=1M count=8 2>/dev/null
 run() {
     serve $1 --ublk=4 --off back-off --verbose
     dd if=/data/random of=/dev/ublkb4 bs=256k oflag=direct conv=fsync 2>/dev/null
@@ -196,7 +202,7 @@ const BLOCKS: &str = r#"
 load ublk_drv; load configfs; load null_blk nr_devices=1 gb=1 bs=4096 memory_backed=1
 mkdir -p /disk/large
 /test/mkfs.ext4 -q -b 4096 /dev/nullb0 16384 && mount -t ext4 /dev/nullb0 /disk/large
-dd if=/dev/urandom of=/data/random bs=8389000 count=1 iflag=fullblock 2>/dev/null
+dd if=/test/random of=/data/random bs=8389000 count=1 iflag=fullblock 2>/dev/null
 cp /data/random /disk/large/disk
 for off in none zero-copy; do
     serve /disk/large/disk --ublk=3 $([ $off = none ] || echo --off $off)
@@ -232,12 +238,12 @@ for size in 512 4K; do
     echo "guest: $size: blocks of $(blocks 6), $(blockdev --getsz /dev/ublkb6) sectors"
     end_server KILL
     for other in '' '--block-size 512' '--block-size 4096'; do
-        for try in $(seq 100); do /test/nowait ublk list | grep -q waiting && break; sleep 0.1; done
+        for try in $(seq 100); do /test/nowait ublk list | grep -q waiting && break; sleep 0.3; done
         serve /data/disk --direct off --ublk=6 $other
         echo "guest: $size: then $other blocks of $(blocks 6)"
         end_server KILL
     done
-    for try in $(seq 100); do /test/nowait ublk list | grep -q waiting && break; sleep 0.1; done
+    for try in $(seq 100); do /test/nowait ublk list | grep -q waiting && break; sleep 0.3; done
     /test/nowait ublk stop 6
 done
 /test/nowait serve /data/odd --direct off --ublk=6 --block-size 4096; echo "guest: odd $?"

@@ -10,7 +10,7 @@ use crate::ublk::{Scene, assert_said};
 const TWO: &str = r#"
 load ublk_drv
 truncate -s 16M /data/a.img /data/b.img
-for n in 1 2 3 4; do dd if=/dev/urandom of=/data/random$n bs=1M count=4 2>/dev/null; done
+for n in 1 2 3 4; do dd if=/test/random of=/data/random$n bs=1M skip=$((4 * (n - 1))) count=4 2>/dev/null; done
 command() { /test/nowait "$@" --control /data/control; }
 both() { serve a=/data/a.img b=/data/b.img --direct off --control unix:/data/control "$@"; }
 # Writes a file to a node, from a MiB on.

@@ -12,7 +12,7 @@ truncate -s 64M /data/disk.img
 command() { /test/nowait "$@" --control /data/control; }
 serve /data/disk.img --direct off --ublk=7 --control unix:/data/control --allow-dir /data
 /test/mkfs.ext4 -q /dev/ublkb7 && mount -t ext4 /dev/ublkb7 /disk/new
-dd if=/dev/urandom of=/data/random bs=1M count=4 2>/dev/null
+dd if=/test/random of=/data/random bs=1M count=4 2>/dev/null
 ( n=0; while [ ! -e /data/enough ]; do
     n=$((n + 1))
     dd if=/data/random of=/disk/new/file bs=64k oflag=direct conv=fsync 2>/dev/null || echo "guest: I/O error"
@@ -32,7 +32,7 @@ wait $server; echo "guest: the first server ended $?"
 sleep 0.3; threads upgraded $(pidof nowait)
 touch /data/enough; wait $load
 for pid in $(pidof nowait); do kill -KILL $pid; done
-for try in $(seq 100); do /test/nowait ublk list | grep -q waiting && break; sleep 0.1; done
+for try in $(seq 100); do /test/nowait ublk list | grep -q waiting && break; sleep 0.3; done
 /test/nowait ublk list
 serve /data/overlay3 --direct off --ublk=7 --control unix:/data/control
 echo 3 >/proc/sys/vm/drop_caches
@@ -100,7 +100,7 @@ user='/test/setpriv --reuid=1000 --regid=1000 --clear-groups'
 serve $common; threads plain $server; end_server TERM
 as="$user --inh-caps=+sys_resource --ambient-caps=+sys_resource"
 serve $common --io-flusher --sandbox on
-dd if=/dev/urandom of=/data/random bs=1M count=8 2>/dev/null
+dd if=/test/random of=/data/random bs=1M count=8 2>/dev/null
 /test/nowait copy /data/random $uri && cmp /data/random /data/disk.img && echo "guest: copied"
 threads nbd $server; idle nbd
 /test/nowait upgrade --control /data/control && wait $server && echo "guest: upgraded"

@@ -31,13 +31,13 @@ const DESCRIPTORS_BYTES: usize = 3072;
 
 const SCRIPT: &str = r#"
 load ublk_drv
-dd if=/dev/urandom of=/data/random bs=1M count=4 2>/dev/null
+dd if=/test/random of=/data/random bs=1M count=4 2>/dev/null
 serve /dev/vda --ublk=5
 exec 9<>/dev/ublkb5
 dd if=/data/random of=/dev/ublkb5 bs=1M conv=fsync 2>/dev/null
 for point in mapped one-queue; do
     end_server KILL
-    for try in $(seq 100); do /test/nowait ublk list | grep -q waiting && break; sleep 0.1; done
+    for try in $(seq 100); do /test/nowait ublk list | grep -q waiting && break; sleep 0.3; done
     NOWAIT_DIES=$point /test/SUITE --exact TEST --ignored --nocapture
     serve /dev/vda --ublk=5
     grep -q '^serving' /data/out || { dmesg | tail -n 40; poweroff -f; }

@@ -88,7 +88,7 @@ fn it_boots_from_a_qcow2_overlay_at_a_vhost_user_socket_too() {
 /// Writes and reads while the server is exchanged, then tells whether the kernel has seen an error.
 const BUSY_INIT: &str = r#"
 mount -t proc none /proc
-dd if=/dev/urandom of=/tmp/data bs=1M count=4 2>/dev/null
+dd if=/test/random of=/tmp/data bs=1M count=4 2>/dev/null
 for n in $(seq 0 9); do
     dd if=/tmp/data of=/dev/vda bs=4k seek=$((n * 1024)) oflag=direct conv=notrunc 2>/dev/null || echo "guest: write $n failed"
     dd if=/dev/vda bs=16k skip=$((n * 256)) count=256 iflag=direct 2>/dev/null | cmp - /tmp/data || echo "guest: read $n failed"

@@ -2,7 +2,8 @@
 //!
 //! Invariant: the machine powers off, or is killed when it has used too much processor time; its console output is kept.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -19,6 +20,9 @@ const MEMORY: &str = "1024";
 
 /// The processor time after which the emulator is killed, in seconds: several times as much as any test needs.
 const PROCESSOR_SECONDS: u32 = 300;
+
+/// The random bytes for a script, in `/test/random`. The guest's own cost a second of the emulator for each 8 MiB.
+const RANDOM_BYTES: u64 = 16 << 20;
 
 /// The kernel to boot, by Debian's series.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -93,13 +97,19 @@ impl Guest {
     }
 
     /// Boots without a disk to run the shell script `script` as its first process, which ends with
-    /// `poweroff -f`; busybox's commands are available, modules are in `/modules` for `load`, and
-    /// `programs` with their libraries in `/test`. Returns its console output.
+    /// `poweroff -f`; busybox's commands are available, modules are in `/modules` for `load`,
+    /// `programs` with their libraries in `/test`, and [`RANDOM_BYTES`] there if the script names them. Returns its
+    /// console output.
     pub(crate) fn run(&self, script: &str, programs: &[&Path], devices: &[&str]) -> String {
         let scratch = Scratch::new();
         let root = scratch.join("root");
         fs::create_dir_all(root.join("test")).expect("a directory");
         fs::write(root.join("test/init"), [LOAD, script].concat()).expect("a script");
+        if script.contains("/test/random") {
+            let mut random = File::open("/dev/urandom").expect("a device").take(RANDOM_BYTES);
+            let mut file = File::create(root.join("test/random")).expect("a file");
+            io::copy(&mut random, &mut file).expect("random bytes");
+        }
         for program in programs {
             let name = program.file_name().expect("a program has a name");
             put(program, &root.join("test").join(name));
