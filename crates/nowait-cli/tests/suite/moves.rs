@@ -572,7 +572,7 @@ fn moves_and_replications_by_http_have_bounds_and_metrics() {
         assert_eq!((&begun["state"], &begun["running"]), (&"copying".into(), &true.into()));
         it.refusal("POST", path, Some(move_with(pause)), 409);
         assert_eq!(it.json("GET", path, None, 200)["total_bytes"], 8 * MIB);
-        let (_, metrics) = it.curl("GET", "/metrics", None);
+        let (_, metrics) = it.ask("GET", "/metrics", None);
         assert!(metrics.contains("nowait_move_running{export=\"\"} 1"), "{metrics}");
         assert_eq!(it.json("DELETE", path, None, 200)["state"], "cancelled");
         it.refusal("DELETE", path, None, 404);

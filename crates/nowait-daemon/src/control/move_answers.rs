@@ -77,6 +77,7 @@ impl MovingServer<'_> {
         let thread = MoveThread {
             exports: exports.clone(),
             disks: disks.clone(),
+            allowed: self.allowed.clone(),
             id,
             moves: moves.clone(),
             job: job.clone(),

@@ -143,7 +143,7 @@ impl Replies for Answers<'_> {
     fn done(&mut self, cookie: u64) -> Outcome<()> {
         let asked = self.asked(cookie)?;
         if asked.request.done(cookie, asked.errno != 0)? {
-            self.ended.push(SplitRequest::index_of(cookie));
+            self.completed.push(SplitRequest::index_of(cookie));
         }
         Ok(())
     }
