@@ -143,13 +143,18 @@ impl BitmapStore {
         let failed = |error: Error| {
             ImageError::os(store.file.path(), "mark its bitmaps", &io::Error::from(error))
         };
-        noting.map_or(Ok(()), |noting| store.begin_noting(&noting)).map_err(failed)?;
+        let noted = noting.map_or(Ok(()), |noting| store.begin_noting(&noting));
+        noted.map_err(|error| match error.raw_os_error() {
+            Some(_) => ImageError::os(store.file.path(), "mark its bitmaps", &error),
+            // The header is damaged.
+            None => ImageError::refused(store.file.path(), error.to_string()),
+        })?;
         store.begin(store.header.kept_bitmaps()).map_err(failed)?;
         Ok(store)
     }
 
     /// Makes dirty what may be, and notes which disk the bitmaps are of.
-    fn begin_noting(&self, noting: &Noting) -> Result<(), Error> {
+    fn begin_noting(&self, noting: &Noting) -> io::Result<()> {
         if noting.dirty.len > 0 {
             for stored in self.bitmaps.iter().filter(|stored| stored.bitmap.is_usable()) {
                 self.set_bits(stored, noting.dirty)?;
@@ -160,12 +165,14 @@ impl BitmapStore {
     }
 
     /// Notes the state of a raw disk, durably.
-    fn note_disk(
-        &self,
-        record: impl FnOnce(&RawDisk) -> io::Result<DiskRecord>,
-    ) -> Result<(), Error> {
+    fn note_disk(&self, record: impl FnOnce(&RawDisk) -> io::Result<DiskRecord>) -> io::Result<()> {
         let Some(disk) = &self.disk else { return Ok(()) };
-        let noted = record(disk).and_then(|it| write_record(&self.file, &self.header, &it));
+        record(disk).and_then(|it| write_record(&self.file, &self.header, &it))
+    }
+
+    /// Notes the state of a raw disk that is not written to any more, durably.
+    fn note_settled(&self) -> Result<(), Error> {
+        let noted = self.note_disk(RawDisk::settled_record);
         noted.map_err(|error| Error::from_io(&error, Operation::Write))
     }
 
@@ -290,7 +297,7 @@ impl BitmapStore {
         if self.usable() == 0 {
             return Ok(());
         }
-        let stored = self.store_bits().and_then(|()| self.note_disk(RawDisk::settled_record));
+        let stored = self.store_bits().and_then(|()| self.note_settled());
         let stored = stored.and_then(|()| self.store_flags(0));
         let released = stored.and_then(|()| self.write_autoclear(0));
         match released {

@@ -10,7 +10,7 @@ use nowait::{BlockingFile, ByteRange, Direct, Flags};
 use nowait_image::bitmap_changes::NewBitmap;
 use nowait_image::lock::{Access, lock};
 use nowait_image::{BitmapsPlace, ChainOptions, Header, Image, ImageError, Locking, Warning};
-use nowait_testkit::wait_until;
+use nowait_testkit::{Random, seed, wait_until};
 
 const SIZE: u64 = 64 << 20;
 
@@ -165,5 +165,37 @@ fn c93_a_size_that_no_server_has_given_makes_all_dirty() {
         let image = open(&path, true).unwrap();
         assert!(is_changed(&image), "{size}");
         assert_eq!(dirty(&image), (0..size.div_ceil(65536)).collect::<Vec<_>>(), "{size}");
+    }
+}
+
+#[test]
+fn c94_random_damage_of_the_bitmaps_never_keeps_a_raw_file_from_being_served() {
+    let (_directory, path, place) = disk(SIZE);
+    add(&place, "b");
+    let good = fs::read(place.path()).unwrap();
+    let used: Vec<usize> = (0..good.len()).filter(|at| good[*at] != 0).collect();
+    let mut random = Random::from_seed(seed());
+    for _ in 0..60 {
+        let mut bytes = good.clone();
+        for _ in 0..1 + random.below(4) {
+            // Where something is, or in the header.
+            let at = match random.below(2) {
+                0 => used[random.below(used.len() as u64) as usize],
+                _ => random.below(512) as usize,
+            };
+            bytes[at] = random.below(256) as u8;
+        }
+        fs::write(place.path(), &bytes).unwrap();
+        for writable in [false, true] {
+            let image = open(&path, writable).unwrap();
+            let file = BlockingFile::new(image.device());
+            let _ = image.stored_bitmaps();
+            if writable {
+                file.write_at(&[1; 512], SIZE / 2, Flags::NONE).unwrap();
+            }
+            file.read_at(&mut [0; 512], SIZE / 2).unwrap();
+            drop(file);
+            image.close().unwrap();
+        }
     }
 }
