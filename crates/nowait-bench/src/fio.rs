@@ -5,6 +5,7 @@
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
@@ -12,6 +13,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::cancel::CancelFlag;
+use crate::program;
 use crate::workload::{Direction, Order, Workload};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -33,8 +35,7 @@ pub(crate) struct FioResult {
 
 /// Its version line; `None` if it is not installed.
 pub(crate) fn version() -> Option<String> {
-    let output = Command::new("fio").arg("--version").stdin(Stdio::null()).output().ok()?;
-    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    program::version(Path::new("fio")).ok()
 }
 
 /// How long it runs: in a shorter time than this it may complete no request.
@@ -80,8 +81,8 @@ pub(crate) fn run(
         })?;
     if !wait(&mut child, stop)? {
         let complaint = text(&mut complaint)?;
-        let last = complaint.lines().rev().find(|line| !line.trim().is_empty());
-        return Err(io::Error::other(format!("fio: {}", last.unwrap_or("failed without a word"))));
+        let last = program::last_line(&complaint).unwrap_or("failed without a word");
+        return Err(io::Error::other(format!("fio: {last}")));
     }
     // Some of its engines print messages before the JSON.
     let answer = text(&mut answer)?;

@@ -24,6 +24,7 @@ mod process_stats;
 mod cpus;
 mod cancel;
 mod machine;
+mod program;
 mod test_file;
 mod server;
 mod args;

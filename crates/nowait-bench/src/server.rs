@@ -23,6 +23,7 @@ use crate::certificates::Certificates;
 use crate::cpus::Placement;
 use crate::error::Error;
 use crate::machine::Machine;
+use crate::program;
 use crate::test_file::{Access, Format, Target};
 use crate::workload::{Caching, Conditions, Transport};
 
@@ -216,12 +217,7 @@ impl Program {
     /// Looks for `kind` at `path` if given, otherwise in PATH, and queries its version.
     pub(crate) fn find(kind: ServerKind, path: Option<&Path>) -> io::Result<Program> {
         let path = path.unwrap_or(Path::new(kind.name())).to_owned();
-        let answer = Command::new(&path).arg("--version").stdin(Stdio::null()).output()?;
-        if !answer.status.success() {
-            return Err(io::Error::other(format!("--version ended with {}", answer.status)));
-        }
-        let text = String::from_utf8_lossy(&answer.stdout);
-        let version = text.lines().next().unwrap_or(kind.name()).trim().to_owned();
+        let version = program::version(&path)?;
         Ok(Program { kind, path, version })
     }
 
@@ -317,12 +313,21 @@ impl Server {
         Server::spawn(Command::new(&program.path).args(arguments), address, directory)
     }
 
-    /// Starts `command`, which listens on `address`; its messages go to `directory`.
-    pub(crate) fn spawn(
-        command: &mut Command,
-        address: Address,
+    /// Starts `nowait serve` for raw images with these `arguments`, with its socket and its messages in `directory`.
+    pub(crate) fn of_nowait(
+        nowait: &Path,
+        arguments: impl IntoIterator<Item = OsString>,
         directory: &Path,
     ) -> io::Result<Server> {
+        let socket = directory.join("socket");
+        let mut command = Command::new(nowait);
+        command.args(["serve", "--format", "raw", "--nbd"]);
+        command.arg(format!("unix:{}", socket.display())).args(arguments);
+        Server::spawn(&mut command, Address::Unix(socket), directory)
+    }
+
+    /// Starts `command`, which listens on `address`; its messages go to `directory`.
+    fn spawn(command: &mut Command, address: Address, directory: &Path) -> io::Result<Server> {
         let log = directory.join("messages");
         if let Address::Unix(socket) = &address {
             remove_if_there(socket)?;
@@ -385,8 +390,7 @@ impl Server {
     pub(crate) fn last_message(&self) -> String {
         let log = fs::read(&self.log).unwrap_or_default();
         let log = String::from_utf8_lossy(&log);
-        let line = log.lines().rev().find(|line| !line.trim().is_empty());
-        line.map(|line| format!(": {}", line.trim())).unwrap_or_default()
+        program::last_line(&log).map(|line| format!(": {line}")).unwrap_or_default()
     }
 }
 

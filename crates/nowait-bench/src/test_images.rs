@@ -13,6 +13,7 @@ use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
 use crate::error::Error;
+use crate::program::is_installed;
 use crate::server::remove_if_there;
 use crate::test_file::{Format, Target, drop_cached, put_random, temporary_directory};
 
@@ -60,10 +61,7 @@ pub(crate) struct TestImages {
 impl TestImages {
     /// Whether the programs that create them are installed.
     pub(crate) fn has_tools() -> bool {
-        ["qemu-img", "qemu-io"].iter().all(|program| {
-            let answer = Command::new(program).arg("--version").stdin(Stdio::null()).output();
-            answer.is_ok_and(|answer| answer.status.success())
-        })
+        ["qemu-img", "qemu-io"].into_iter().all(is_installed)
     }
 
     /// Creates all images below `$TMPDIR`, or /var/tmp: about 400 MiB.

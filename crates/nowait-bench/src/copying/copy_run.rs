@@ -3,6 +3,7 @@
 //! Invariant: before each copy no page is dirty, no page of the source is in the page cache, and no
 //! target exists except an export of zeros.
 
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -130,11 +131,8 @@ impl CopyRun<'_> {
     }
 
     fn serve(&self, file: &Path, extra: &[&str]) -> io::Result<Server> {
-        let socket = self.scratch.join("socket");
-        let mut command = Command::new(self.nowait);
-        let address = format!("unix:{}", socket.display());
-        command.args(["serve", "--format", "raw", "--nbd", &address]).args(extra).arg(file);
-        let mut server = Server::spawn(&mut command, Address::Unix(socket), self.scratch)?;
+        let arguments = extra.iter().map(OsString::from).chain([file.into()]);
+        let mut server = Server::of_nowait(self.nowait, arguments, self.scratch)?;
         let ready = server.when_ready(address::check);
         ready.map_err(|e| io::Error::other(format!("the server: {e}{}", server.last_message())))?;
         Ok(server)

@@ -9,7 +9,6 @@ mod timed;
 mod copy_run;
 
 use std::io::Write;
-use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -17,6 +16,7 @@ use tempfile::TempDir;
 use crate::bench::Bench;
 use crate::error::Error;
 use crate::machine::Machine;
+use crate::program::is_installed;
 use crate::report::{Entry, Report, Reporter};
 use crate::table::{aligned, ratio, strings};
 use crate::test_file::temporary_directory;
@@ -33,7 +33,8 @@ pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
         .map_err(Error::system("making a directory for the files (name one with --directory)"))?;
     let scratch = TempDir::with_prefix("nowait-bench-")
         .map_err(Error::system("making a directory for sockets"))?;
-    let missing: Vec<&str> = ["qemu-img", "nbdcopy"].into_iter().filter(|it| !runs(it)).collect();
+    let missing: Vec<&str> =
+        ["qemu-img", "nbdcopy"].into_iter().filter(|it| !is_installed(it)).collect();
     let copiers = |route: Route| -> Vec<Copier> {
         let is_there = |copier: &Copier| !missing.iter().any(|it| copier.name.starts_with(it));
         let takes = COPIERS.into_iter().filter(|copier| copier.takes(route) && is_there(copier));
@@ -73,12 +74,6 @@ pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
         reporter.failure_lines().iter().map(|line| format!("\n{line}\n")).collect();
     let head = json!({ "machine": machine.to_json(), "not_installed": missing });
     reporter.end(("", ""), &ending, head, "tables")
-}
-
-fn runs(program: &str) -> bool {
-    let mut command = Command::new(program);
-    let quiet = command.arg("--version").stdin(Stdio::null()).stdout(Stdio::null());
-    quiet.stderr(Stdio::null()).status().is_ok_and(|status| status.success())
 }
 
 type Row = Entry<Copier, CopySample>;

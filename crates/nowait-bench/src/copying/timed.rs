@@ -10,6 +10,8 @@ use std::os::fd::AsFd;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::program::last_line;
+
 /// The times of one run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Timed {
@@ -41,8 +43,8 @@ pub(crate) fn run(command: &mut Command, directory: &File) -> io::Result<Timed> 
     let (good, processor) = wait(child.id())?;
     let ended = begin.elapsed();
     if !good {
-        let line = message.lines().rev().find(|line| !line.trim().is_empty());
-        return Err(io::Error::other(line.unwrap_or("it failed without a word").to_owned()));
+        let line = last_line(&message).unwrap_or("it failed without a word");
+        return Err(io::Error::other(line.to_owned()));
     }
     rustix::fs::syncfs(directory.as_fd())?;
     let stored = begin.elapsed();

@@ -7,10 +7,10 @@
 mod held_disk;
 mod neighbour;
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Duration;
 
 use nowait::Uring;
@@ -157,15 +157,12 @@ impl Scene<'_> {
     fn start(&self) -> io::Result<Server> {
         let Places { good, other, scratch, .. } = self.places;
         self.disk.iter().for_each(|disk| disk.set(Answer::Zeros));
-        let socket = scratch.path().join("socket");
-        let listen = format!("unix:{}", socket.display());
-        let mut command = Command::new(self.nowait);
-        command.args(["serve", "--read-only", "--format", "raw", "--direct", "auto"]);
-        command.args(["--queue", self.queue, "--nbd", &listen]);
-        let export = |name: &str, path: &Path| format!("{name}={}", path.display());
-        command.args([export("good", good), export("other", other)]);
-        command.args(self.disk.map(|disk| export("held", disk.path())));
-        Server::spawn(&mut command, Address::Unix(socket), scratch.path())
+        let export = |name: &str, path: &Path| format!("{name}={}", path.display()).into();
+        let options = ["--read-only", "--direct", "auto", "--queue", self.queue];
+        let mut arguments: Vec<OsString> = options.into_iter().map(OsString::from).collect();
+        arguments.extend([export("good", good), export("other", other)]);
+        arguments.extend(self.disk.map(|disk| export("held", disk.path())));
+        Server::of_nowait(self.nowait, arguments, scratch.path())
     }
 
     fn measure_at(&self, server: &mut Server, neighbour: Neighbour) -> io::Result<Sample> {
