@@ -45,7 +45,7 @@ pub(crate) fn compressor(block_bytes: u64) -> Option<ClusterCompressor> {
 /// Unpacks `stored` into all of `block`, and compares the checksum.
 ///
 /// # Errors
-/// What is wrong with the block.
+/// The fault of the block.
 pub(crate) fn unpack(stored: &[u8], sum: &Sum, block: &mut [u8]) -> Result<(), &'static str> {
     if stored.len() == block.len() {
         block.copy_from_slice(stored);

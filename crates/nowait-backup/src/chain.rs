@@ -191,7 +191,7 @@ impl Chain {
                     return Err(format!("the file {name} is missing or too short"));
                 }
             }
-            // A parent has a lower number, so this ends.
+            // A parent has a lower number, so this is finite.
             let Some(parent) = point.header.parent else { break };
             let above = &point.header;
             point = self.point(parent)?;

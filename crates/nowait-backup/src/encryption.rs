@@ -412,7 +412,7 @@ mod tests {
         point.begin(MIN_BLOCK_BYTES).unwrap();
         point.finish().unwrap();
         drop(point);
-        let keys = Keys::new(&[recipient.clone()], &[&file]).unwrap();
+        let keys = Keys::new(std::slice::from_ref(&recipient), &[&file]).unwrap();
         let refused = Chain::open(&path, Access::Add, keys).err().unwrap().to_string();
         assert!(refused.contains("not encrypted"), "{refused}");
         let recipients: Vec<String> =

@@ -64,7 +64,7 @@ impl Entry {
     }
 }
 
-/// What a manifest says apart from its blocks.
+/// The facts of a manifest apart from its blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Header {
@@ -174,7 +174,7 @@ impl Manifest {
     /// The manifest that is in the file `bytes`.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// Its first fault.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self, String> {
         let (body, sum) = bytes.split_last_chunk::<SUM_BYTES>().ok_or("it is too short")?;
         let (prefix, rest) = body.split_first_chunk::<PREFIX_BYTES>().ok_or("it is too short")?;

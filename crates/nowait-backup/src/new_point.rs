@@ -17,7 +17,7 @@ use crate::manifest::{DataFile, Entry, Header, Manifest};
 use crate::place::{FileName, NewFile};
 use crate::table::Table;
 
-/// What a new point has.
+/// The blocks that a new point has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Contents {
     /// All blocks, whatever the points before have.

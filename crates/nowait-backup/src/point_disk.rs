@@ -61,7 +61,7 @@ impl PointDisk {
         if memory.len() as u64 == self.block_bytes {
             return self.files.read(&self.table.files, entry, memory).map_err(damaged);
         }
-        // The last block ends behind the disk.
+        // The last block is cut off by the end of the disk.
         let mut whole = vec![0; self.block_bytes as usize];
         self.files.read(&self.table.files, entry, &mut whole).map_err(damaged)?;
         memory.copy_from_slice(whole.get(..memory.len()).unwrap_or_default());

@@ -43,7 +43,7 @@ pub struct Pruned {
     pub bytes: (u64, u64),
 }
 
-/// Removes the points of `chain` that `keep` does not name. When `cancel` is set, it ends after a step; every point that
+/// Removes the points of `chain` that `keep` does not name. When `cancel` is set, it stops after a step; every point that
 /// stays can be restored then, and the next removal goes on.
 ///
 /// # Errors

@@ -236,8 +236,8 @@ fn a_removal_that_dies_at_any_step_leaves_every_point_that_is_there_whole() {
         }
         let path = copy.path();
         let keep = Keep { last: 2, ..Keep::default() };
-        let ended = prune(mortal(path, Access::Remove, steps), keep, &no_cancel());
-        let is_dead = ended.is_err_and(|error| error.to_string().contains(DEAD));
+        let result = prune(mortal(path, Access::Remove, steps), keep, &no_cancel());
+        let is_dead = result.is_err_and(|error| error.to_string().contains(DEAD));
         let there = Chain::open(path, Access::List, None).unwrap().points();
         let there: Points =
             there.iter().map(|(number, _)| (*number, points[number].clone())).collect();
@@ -266,8 +266,8 @@ fn a_backup_that_dies_at_any_step_leaves_no_point_and_the_next_one_is_whole() {
     changed.insert(3, disk.clone());
     let files = names(origin.path()).len();
     for steps in 0.. {
-        let ended = back_up(mortal(origin.path(), Access::Add, steps), &disk, None);
-        match ended {
+        let result = back_up(mortal(origin.path(), Access::Add, steps), &disk, None);
+        match result {
             Err(why) => {
                 assert_eq!(why, DEAD);
                 let there = Chain::open(origin.path(), Access::List, None).unwrap();
@@ -428,8 +428,8 @@ fn a_removal_that_is_cancelled_says_so_and_removes_nothing() {
     let mut points = Points::new();
     add_points(directory.path(), 3, &mut points, &mut Random::from_seed(6));
     let chain = Chain::open(directory.path(), Access::Remove, None).unwrap();
-    let ended = prune(chain, Keep { last: 1, ..Keep::default() }, &AtomicBool::new(true));
-    assert_eq!(ended, Err(Error::Interrupted));
+    let result = prune(chain, Keep { last: 1, ..Keep::default() }, &AtomicBool::new(true));
+    assert_eq!(result, Err(Error::Interrupted));
     assert_points(directory.path(), &points);
 }
 

@@ -45,7 +45,7 @@ impl PointHealth {
 /// A damaged block: the point that has it, and what is wrong.
 type DamagedBlock = (u32, String);
 
-/// What is wrong with the points up to one, from the whole one before it on.
+/// The faults of the points up to one, from the whole one before it on.
 #[derive(Default)]
 struct Findings {
     blocks: BTreeMap<u32, DamagedBlock>,

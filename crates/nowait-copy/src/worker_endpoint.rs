@@ -2,7 +2,7 @@
 //! that wait.
 //!
 //! Invariant: each accepted request is returned once, with its memory, when a worker has run it. The thread of the
-//! copy does nothing that waits; workers end when the endpoint is dropped.
+//! copy does nothing that waits; workers exit when the endpoint is dropped.
 
 use std::num::NonZero;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -46,8 +46,8 @@ pub(crate) const UNSUPPORTED: &str = "Operation not supported";
 struct WorkerEndpoint<D> {
     name: String,
     disk: Arc<D>,
-    /// Counts ended requests, for the thread of the copy.
-    ended: Arc<OwnedFd>,
+    /// Counts completed requests, for the thread of the copy.
+    completed: Arc<OwnedFd>,
     /// `None` when no more requests follow.
     jobs: Option<Sender<CopyRequest>>,
     results: Receiver<Result<Completed, String>>,
@@ -61,22 +61,23 @@ struct WorkerEndpoint<D> {
 /// No thread could be started.
 pub(crate) fn open<D: WorkerDisk>(name: String, disk: D) -> Result<Box<dyn Endpoint>, Error> {
     let failed = |error: io::Error| Error::at(&name, os_message(&error));
-    let ended = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
-    let ended = Arc::new(ended.map_err(|errno| failed(errno.into()))?);
+    let completed = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
+    let completed = Arc::new(completed.map_err(|errno| failed(errno.into()))?);
     let disk = Arc::new(disk);
     let (jobs, taken) = channel();
     let taken = Arc::new(Mutex::new(taken));
-    let (ends, results) = channel();
+    let (sender, results) = channel();
     let mut workers = Vec::new();
     for _ in 0..thread::available_parallelism().map_or(1, NonZero::get) {
-        let (disk, taken, ends) = (disk.clone(), taken.clone(), ends.clone());
-        let ended = ended.clone();
+        let (disk, taken, sender) = (disk.clone(), taken.clone(), sender.clone());
+        let completed = completed.clone();
         let worker = thread::Builder::new().name("copy".into());
-        let worker = worker.spawn(move || work(&*disk, &taken, &ends, &ended)).map_err(failed)?;
+        let worker =
+            worker.spawn(move || work(&*disk, &taken, &sender, &completed)).map_err(failed)?;
         workers.push(worker);
     }
     let (jobs, done) = (Some(jobs), Vec::new());
-    Ok(Box::new(WorkerEndpoint { name, disk, ended, jobs, results, done, workers }))
+    Ok(Box::new(WorkerEndpoint { name, disk, completed, jobs, results, done, workers }))
 }
 
 /// The value in `mutex`, also after a panic of another thread.
@@ -88,8 +89,8 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 fn work(
     disk: &impl WorkerDisk,
     jobs: &Mutex<Receiver<CopyRequest>>,
-    ends: &Sender<Result<Completed, String>>,
-    ended: &OwnedFd,
+    sender: &Sender<Result<Completed, String>>,
+    completed: &OwnedFd,
 ) {
     loop {
         let Ok(request) = lock(jobs).recv() else { return };
@@ -97,9 +98,9 @@ fn work(
         let result = disk.run(&operation, range, memory.as_deref_mut().unwrap_or_default());
         let result =
             result.map(|extents| Completed { tag, range, memory, extents, unreadable: false });
-        let is_over = ends.send(result).is_err();
+        let is_over = sender.send(result).is_err();
         // It cannot be full: there are far fewer requests.
-        let _ = rustix::io::write(ended, &1u64.to_ne_bytes());
+        let _ = rustix::io::write(completed, &1u64.to_ne_bytes());
         if is_over {
             return;
         }
@@ -120,12 +121,12 @@ impl<D: WorkerDisk> Endpoint for WorkerEndpoint<D> {
 
     fn advance(&mut self) -> Result<(), Error> {
         let mut count = [0; 8];
-        let _ = rustix::io::read(&self.ended, &mut count);
+        let _ = rustix::io::read(&self.completed, &mut count);
         loop {
             let result = match self.results.try_recv() {
                 Ok(result) => result,
                 Err(TryRecvError::Empty) => return Ok(()),
-                Err(TryRecvError::Disconnected) => Err("its threads have ended".into()),
+                Err(TryRecvError::Disconnected) => Err("its threads have exited".into()),
             };
             self.done.push(result.map_err(|what| Error::at(&self.name, what))?);
         }
@@ -142,7 +143,7 @@ impl<D: WorkerDisk> Endpoint for WorkerEndpoint<D> {
     }
 
     fn poll_fds<'a>(&'a self, poll_fds: &mut Vec<(BorrowedFd<'a>, PollFlags)>) {
-        poll_fds.push((self.ended.as_fd(), PollFlags::IN));
+        poll_fds.push((self.completed.as_fd(), PollFlags::IN));
     }
 }
 

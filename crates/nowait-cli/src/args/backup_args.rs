@@ -226,7 +226,7 @@ pub(crate) struct RestoreArgs {
     #[arg(long)]
     pub(crate) verify: bool,
 
-    /// Format of TO: raw or qcow2; without it qcow2 for a file whose name ends in .qcow2 or .qcow, else raw
+    /// Format of TO: raw or qcow2; without it qcow2 for a file named *.qcow2 or *.qcow, else raw
     ///
     /// A raw file that would begin like an image is refused without this.
     #[arg(short = 'O', long, value_name = "FORMAT", value_parser = parse_new_format)]
@@ -265,7 +265,7 @@ impl BackupArgs {
 }
 
 impl RestoreArgs {
-    /// The directory, and the point if one is given. A directory may have a name that ends like a point.
+    /// The directory, and the point if one is given. A directory may have a name like that of a point.
     pub(crate) fn point(&self) -> (PathBuf, Option<u32>) {
         let whole = PathBuf::from(&self.from);
         let parts = self.from.to_str().and_then(|text| text.rsplit_once('@'));

@@ -121,7 +121,7 @@ pub(crate) fn failed(error: &nowait_copy::Error) -> CliError {
 pub(crate) struct Bar(ProgressBar);
 
 impl Bar {
-    /// A bar, unless progress is not to be shown or standard error is no terminal.
+    /// A bar, unless progress is not to be shown or standard error is not a terminal.
     pub(crate) fn new(no_progress: bool) -> Self {
         if no_progress || !io::stderr().is_terminal() {
             return Self(ProgressBar::hidden());

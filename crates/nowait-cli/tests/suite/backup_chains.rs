@@ -62,7 +62,7 @@ fn each_point_of_a_disk_in_use_is_restored_as_it_was_also_after_a_prune() {
         let disk = fs::read(scratch.join("disk.img")).expect("the image");
         let by_bitmap = ["--bitmap", "b"];
         let made = match round % 3 {
-            // As of an instant, while the disk is changed.
+            // The disk of an instant, while it is changed.
             0 => {
                 let only = if round == 6 { &["--only-dirty"][..] } else { &[] };
                 let start = ["export", "backup", "start", "", "--bitmap", "b"];
@@ -231,7 +231,7 @@ fn a_backup_without_space_is_reported_and_leaves_the_points_before() {
     let little = scratch.random("little", MIB, 3);
     let small = scratch.join("small");
     fs::create_dir(&small).expect("a directory");
-    // The mount ends with the command, so that the points are looked at before.
+    // The mount goes with the command, so that the points are looked at before.
     const SCRIPT: &str = r#"mount -t tmpfs -o size=8m none "$0" && cd "$0" || exit 9
 "$1" backup "$2" chain >/dev/null || exit 8
 before=$(ls chain); shift 2; "$@"; status=$?
