@@ -7,7 +7,7 @@ use std::io;
 
 use crate::error::ImageError;
 use crate::formats::qcow2::entries::{BadEntry, Cluster, L1Entry};
-use crate::formats::qcow2::header::{Header, be64};
+use crate::formats::qcow2::header::Header;
 use crate::formats::qcow2::subclusters::units;
 use crate::image_file::ImageFile;
 
@@ -15,7 +15,8 @@ use crate::image_file::ImageFile;
 pub(crate) fn read_table(file: &ImageFile, pos: u64, entries: u64) -> io::Result<Vec<u64>> {
     let mut bytes = vec![0; entries as usize * 8];
     file.read_at(pos, &mut bytes)?;
-    Ok(bytes.chunks_exact(8).map(|entry| be64(entry, 0)).collect())
+    let (entries, _) = bytes.as_chunks();
+    Ok(entries.iter().map(|&entry| u64::from_be_bytes(entry)).collect())
 }
 
 /// The tables of an image, for lookups from its beginning to its end.

@@ -8,6 +8,7 @@
 use std::collections::HashMap;
 use std::fs;
 use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -86,10 +87,13 @@ impl FileContents {
         Self { bytes, len }
     }
 
-    /// Writes the contents to the file at `path`, made if there is none.
+    /// Writes the contents over those of the file at `path`. An emptied file would be given other blocks by its file
+    /// system each time, and have them written out when it is closed.
     pub(crate) fn write_to(&self, path: &Path) {
-        fs::write(path, &self.bytes).unwrap();
-        fs::OpenOptions::new().write(true).open(path).unwrap().set_len(self.len).unwrap();
+        let file = fs::OpenOptions::new().write(true).open(path).unwrap();
+        file.set_len(self.bytes.len() as u64).unwrap();
+        file.write_all_at(&self.bytes, 0).unwrap();
+        file.set_len(self.len).unwrap();
     }
 
     fn put(&mut self, pos: u64, bytes: &[u8]) {
