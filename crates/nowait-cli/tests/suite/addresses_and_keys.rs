@@ -13,7 +13,7 @@ fn an_address_that_is_a_directory_or_a_file_is_refused_and_left_unchanged() {
     let image = image.to_str().expect("a name in UTF-8");
     let file = scratch.sparse("precious", MIB);
     for (path, what) in
-        [(scratch.path(), "it is a directory"), (&file, "it is a file and no socket")]
+        [(scratch.path(), "it is a directory"), (&file, "it is a file, not a socket")]
     {
         let listen = format!("unix:{}", path.display());
         refusal(&["serve", image, "--nbd", &listen]).says(&[what, "(give another path)"]);

@@ -160,7 +160,7 @@ fn a_size_changes_as_requested_and_never_shrinks_without_the_option() {
             assert_eq!(printed["size_bytes"], json!(size * MIB), "{arguments:?}");
         }
         refusal(&["resize", image, "-1M"]).says(&["smaller", "--shrink"]);
-        refusal(&["resize", image, "-15M", "--shrink"]).says(&["cannot change by that"]);
+        refusal(&["resize", image, "-15M", "--shrink"]).says(&["cannot be resized by that much"]);
         refusal(&["resize", image, "-14M", "--shrink"]).says(&["at least one byte"]);
         assert!(accepted(&["resize", image, "14M"]).contains("14 MiB"));
     }

@@ -48,8 +48,7 @@ pub(crate) fn command_of(config: &ServeConfig) -> Result<Option<String>, CliErro
     let is_other = |known: String| known != command.as_deref().unwrap_or_default();
     if env::var(COMMAND).is_ok_and(is_other) {
         return Err(CliError::new(
-            "the program of the profile (credential_process) is another one than when this server was started (restart \
-             it)",
+            "the program of the profile (credential_process) has changed since this server was started (restart it)",
         ));
     }
     run_only_credential_process(command.as_deref().unwrap_or_default());
@@ -186,13 +185,16 @@ mod tests {
         let told = CredentialOutput { output: Ok(b"it\n".into()), messages: "told".into() };
         assert_eq!(client.ask(command), told);
         for other in ["sh -c 'echo it; echo told >&2' ", "sh", "/bin/true", &"x".repeat(1 << 16)] {
-            assert!(client.ask(other).output.unwrap_err().starts_with("is another one"), "{other}");
+            assert!(
+                client.ask(other).output.unwrap_err().starts_with("has changed since"),
+                "{other}"
+            );
         }
         drop(client);
         launcher.join().unwrap();
         for request in ["", "sh"] {
             let ran = decoded(&reply(request.as_bytes(), "", |_| panic!("run"))).unwrap();
-            assert!(ran.output.unwrap_err().starts_with("is another one"));
+            assert!(ran.output.unwrap_err().starts_with("has changed since"));
         }
     }
 
