@@ -47,7 +47,7 @@ pub(crate) fn the_client(args: &ServerArgs) -> Result<Client, CliError> {
 /// The server at `socket`.
 ///
 /// # Errors
-/// As [`Client::new`].
+/// Like [`Client::new`].
 pub(crate) fn at(socket: &Path) -> Result<Client, CliError> {
     Client::new(socket).map_err(|error| CliError::at(socket, error))
 }

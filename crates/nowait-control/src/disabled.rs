@@ -116,7 +116,7 @@ impl Client {
     /// Its exports.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub const fn exports(&self) -> Result<Vec<ExportInfo>, ClientError> {
         match self.0 {}
     }
@@ -124,7 +124,7 @@ impl Client {
     /// Its connections.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub const fn connections(&self) -> Result<Vec<ConnectionInfo>, ClientError> {
         match self.0 {}
     }
@@ -132,7 +132,7 @@ impl Client {
     /// Adds an export.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub const fn add(&self, _: &AddExport) -> Result<ExportInfo, ClientError> {
         match self.0 {}
     }
@@ -140,7 +140,7 @@ impl Client {
     /// Removes an export.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub const fn remove(&self, _: &str, _: bool) -> Result<(), ClientError> {
         match self.0 {}
     }
@@ -148,7 +148,7 @@ impl Client {
     /// Changes an export.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub const fn change(&self, _: &str, _: &PatchExport) -> Result<ExportInfo, ClientError> {
         match self.0 {}
     }
@@ -156,7 +156,7 @@ impl Client {
     /// Makes the completed writes of an export durable.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub const fn flush(&self, _: &str) -> Result<(), ClientError> {
         match self.0 {}
     }
@@ -164,7 +164,7 @@ impl Client {
     /// Makes an overlay for what is written to an export from then on.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub const fn snapshot(
         &self,
         _: &str,
@@ -234,7 +234,7 @@ impl Client {
     /// Begins to move a disk.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub const fn start_move(&self, _: &str, _: &StartMove) -> Result<MoveInfo, ClientError> {
         match self.0 {}
     }
@@ -242,7 +242,7 @@ impl Client {
     /// The move of a disk.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub const fn disk_move(&self, _: &str) -> Result<MoveInfo, ClientError> {
         match self.0 {}
     }
@@ -250,7 +250,7 @@ impl Client {
     /// Ends the move of a disk.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub const fn cancel_move(&self, _: &str) -> Result<MoveInfo, ClientError> {
         match self.0 {}
     }
@@ -258,7 +258,7 @@ impl Client {
     /// Begins to replicate a disk.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub const fn start_replication(
         &self,
         _: &str,
@@ -270,7 +270,7 @@ impl Client {
     /// The replication of a disk.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub const fn replication(&self, _: &str) -> Result<ReplicationInfo, ClientError> {
         match self.0 {}
     }
@@ -278,7 +278,7 @@ impl Client {
     /// Ends the replication of a disk.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub const fn stop_replication(&self, _: &str) -> Result<ReplicationInfo, ClientError> {
         match self.0 {}
     }
@@ -311,7 +311,7 @@ impl Client {
     /// Closes a connection.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub const fn disconnect(&self, _: u64) -> Result<(), ClientError> {
         match self.0 {}
     }
@@ -319,7 +319,7 @@ impl Client {
     /// Has another program take over.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub const fn upgrade(&self, _: &UpgradeRequest) -> Result<UpgradeReport, ClientError> {
         match self.0 {}
     }

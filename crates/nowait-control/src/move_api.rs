@@ -1,4 +1,4 @@
-//! What requests and answers about moves of disks are made of.
+//! Requests and answers about moves of disks.
 //!
 //! Invariant: as of the other parts of the interface.
 
@@ -32,7 +32,7 @@ described! {
         /// Why it has failed; the disk is where it was.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pub failure: Option<String>,
-        /// What else is to be known, a line each.
+        /// Further remarks, a line each.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         pub notes: Vec<String>,
     }

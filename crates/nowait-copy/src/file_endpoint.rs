@@ -82,7 +82,7 @@ impl NewImage {
 /// An open image as an endpoint.
 ///
 /// # Errors
-/// As [`open`].
+/// Like [`open`].
 pub(crate) fn of_image(name: String, image: Image) -> Result<Box<dyn Endpoint>, Error> {
     open(name, image.device(), Content::Image(image))
 }

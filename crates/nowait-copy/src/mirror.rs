@@ -103,7 +103,7 @@ impl<'a> Mirror<'a> {
     /// Copies all of the disk; what reads as zeros is not written where `target_is_zero`, or where the target says so.
     ///
     /// # Errors
-    /// Those of either side; [`Error::Interrupted`].
+    /// An error of either side; [`Error::Interrupted`].
     pub fn copy_all(&mut self, target_is_zero: bool) -> Result<(), Error> {
         self.endpoints.timing.deadline = None;
         self.endpoints.is_incremental = false;
@@ -114,7 +114,7 @@ impl<'a> Mirror<'a> {
     /// Copies `ranges` of the disk, which are in order, until `deadline` at most.
     ///
     /// # Errors
-    /// As [`Mirror::copy_all`].
+    /// Like [`Mirror::copy_all`].
     pub fn copy_ranges(
         &mut self,
         ranges: &[ByteRange],
@@ -131,7 +131,7 @@ impl<'a> Mirror<'a> {
     /// Makes what was copied durable, until `deadline` at most.
     ///
     /// # Errors
-    /// As [`Mirror::copy_all`].
+    /// Like [`Mirror::copy_all`].
     pub fn flush(&mut self, deadline: Option<Instant>) -> Result<MirrorPart, Error> {
         self.endpoints.timing.deadline = deadline;
         let ended = transfer::flush(&mut self.endpoints)?;
@@ -141,7 +141,7 @@ impl<'a> Mirror<'a> {
     /// Waits for what a part that was late has left in flight; the disks can be used meanwhile.
     ///
     /// # Errors
-    /// As [`Mirror::copy_all`].
+    /// Like [`Mirror::copy_all`].
     pub fn settle(&mut self) -> Result<(), Error> {
         let left_over = std::mem::take(&mut self.left_over);
         transfer::settle(&mut self.endpoints, left_over)

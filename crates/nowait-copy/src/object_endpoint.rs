@@ -26,7 +26,7 @@ const MAX_ZERO_BYTES: u64 = 64 << 20;
 /// Begins an upload of a disk of `size` bytes to `url`; `replaces` allows that there is an object.
 ///
 /// # Errors
-/// As [`ObjectUpload::begin`].
+/// Like [`ObjectUpload::begin`].
 pub(crate) fn open(url: &ObjectUrl, size: u64, replaces: bool) -> Result<Box<dyn Endpoint>, Error> {
     let options = UploadOptions { replaces, ..UploadOptions::default() };
     let upload = ObjectUpload::begin(url, size, options).map_err(|what| Error::at(url, what))?;

@@ -27,7 +27,7 @@ use crate::renewed_files;
 /// Files by which the kernel tells of devices, of mounts and of this process.
 const KERNEL_FILES: [&str; 6] =
     ["/proc/self", "/proc/swaps", "/sys/block", "/sys/class", "/sys/dev", "/sys/devices"];
-/// What tells one block device from others.
+/// The name that tells one block device from others.
 const FILES_OF_DEVICES: [&str; 2] = ["/dev/disk", "/proc/sys/kernel/random/boot_id"];
 /// Where the certificates of authorities are, in Debian, Fedora and others.
 const AUTHORITY_DIRECTORIES: [&str; 5] = [
@@ -43,7 +43,7 @@ const AUTHORITY_VARIABLES: [&str; 2] = ["SSL_CERT_FILE", "SSL_CERT_DIR"];
 /// Confines this process to `files`, and to those of `devices`.
 ///
 /// # Errors
-/// As [`sandbox::enter`].
+/// Like [`sandbox::enter`].
 pub(crate) fn enter(
     config: &ServeConfig,
     mut files: FileAccess,

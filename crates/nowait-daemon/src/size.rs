@@ -24,7 +24,7 @@ pub fn parse(text: &str) -> Result<u64, String> {
 /// Bytes of a text like those of [`parse`], but 0 is allowed, as QEMU allows them for a disk.
 ///
 /// # Errors
-/// As [`parse`].
+/// Like [`parse`].
 pub fn parse_with_zero(text: &str) -> Result<u64, String> {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, unit) = text.split_at(digits);

@@ -209,7 +209,7 @@ pub fn run(plan: &Plan<'_>) -> Result<Report, String> {
 /// Checks the input in the file at `path`. Returns the message of a finding.
 ///
 /// # Errors
-/// As [`run`].
+/// Like [`run`].
 pub fn replay(target: &'static Target, path: &Path) -> Result<Option<String>, String> {
     let input = std::fs::read(path).map_err(|error| format!("{}: {error}", path.display()))?;
     let findings = path.parent().unwrap_or(Path::new("."));

@@ -90,7 +90,7 @@ impl AtomicFile {
         Ok(atomic)
     }
 
-    /// The same file, which gets the permission bits of `mode`, as in `st_mode`, with its name.
+    /// This file, which gets the permission bits of `mode`, as in `st_mode`, with its name.
     #[must_use]
     pub fn with_mode(mut self, mode: u32) -> Self {
         self.mode = Some(mode);

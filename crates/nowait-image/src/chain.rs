@@ -215,7 +215,7 @@ impl Chain {
     /// given directories only. The storage is not locked, and without a format it is raw.
     ///
     /// # Errors
-    /// As [`Chain::open`].
+    /// Like [`Chain::open`].
     pub fn open_storage(
         name: &Path,
         storage: Arc<dyn Storage>,
@@ -355,7 +355,7 @@ impl Chain {
     /// process or a chain that wrote to one of them.
     ///
     /// # Errors
-    /// As [`lock::lower`].
+    /// Like [`lock::lower`].
     pub(crate) fn lower_locks_below(&self) -> Result<(), LockError> {
         let written: Vec<_> = self.top().files().filter_map(|file| file.identity().ok()).collect();
         let is_below =

@@ -89,7 +89,7 @@ pub fn open(path: &Path, options: &ChainOptions) -> Result<Image, ImageError> {
 /// locks it here.
 ///
 /// # Errors
-/// As [`open`].
+/// Like [`open`].
 pub fn open_storage(
     name: &Path,
     storage: Arc<dyn Storage>,
@@ -306,7 +306,7 @@ impl Image {
     /// Stores the bits of its bitmaps, after which any program may write to it. No request is in flight.
     ///
     /// # Errors
-    /// As [`BitmapStore::release`].
+    /// Like [`BitmapStore::release`].
     pub fn release_bitmaps(&self) -> Result<(), Error> {
         self.bitmap_store().map_or(Ok(()), |store| store.release())
     }
@@ -314,7 +314,7 @@ impl Image {
     /// Requests follow after [`Image::release_bitmaps`].
     ///
     /// # Errors
-    /// As [`BitmapStore::take_up`].
+    /// Like [`BitmapStore::take_up`].
     pub fn take_up_bitmaps(&self) -> Result<(), Error> {
         self.bitmap_store().map_or(Ok(()), |store| store.take_up())
     }
@@ -322,7 +322,7 @@ impl Image {
     /// Stores its bitmaps after they were changed in memory by another than a write. No request is in flight.
     ///
     /// # Errors
-    /// As [`BitmapStore::store`].
+    /// Like [`BitmapStore::store`].
     pub fn store_bitmaps(&self) -> Result<(), Error> {
         self.bitmap_store().map_or(Ok(()), |store| store.store())
     }
@@ -338,7 +338,7 @@ impl Image {
     /// Like [`BlockDevice::polling_refusal`].
     ///
     /// # Errors
-    /// As [`BlockDevice::polling_refusal`].
+    /// Like [`BlockDevice::polling_refusal`].
     pub fn polling_refusal(&self) -> Result<Option<&'static str>, Error> {
         self.device().polling_refusal()
     }
@@ -363,7 +363,7 @@ impl Image {
     /// this image above it ([`crate::HandedOver::below`]).
     ///
     /// # Errors
-    /// As [`crate::lock::lower`].
+    /// Like [`crate::lock::lower`].
     pub fn lower_locks_below(&self) -> Result<(), LockError> {
         match &self.content {
             Content::Raw(_) | Content::ReadOnly { .. } => Ok(()),
@@ -393,7 +393,7 @@ impl Image {
     /// ([`crate::HandedOver`]), or requests follow if that fails. No request may be in flight.
     ///
     /// # Errors
-    /// As [`Image::flush`].
+    /// Like [`Image::flush`].
     pub fn settle(&self) -> Result<(), Error> {
         if let Content::Raw(raw) = &self.content {
             raw.device().give_back();
@@ -409,7 +409,7 @@ impl Image {
     /// ([`nowait::OpenOptions::allocate_ahead`]). No request may be in flight.
     ///
     /// # Errors
-    /// As [`Image::flush`].
+    /// Like [`Image::flush`].
     pub fn close(self) -> Result<(), Error> {
         if let Content::Raw(raw) = &self.content {
             raw.device().give_back();

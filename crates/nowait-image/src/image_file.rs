@@ -84,7 +84,7 @@ impl ImageFile {
     /// other claims, such as a mounted file system's.
     ///
     /// # Errors
-    /// Those of open(2); a refusal of a file that is neither a regular file nor a block device, or
+    /// The errnos of open(2); a refusal of a file that is neither a regular file nor a block device, or
     /// of a block device that is in use.
     pub fn open(path: &Path, writable: bool) -> Result<Self, ImageError> {
         let opening = if writable { Opening::Exclusive } else { Opening::ReadOnly };
@@ -219,7 +219,7 @@ impl ImageFile {
     /// The size in bytes, also of a block device.
     ///
     /// # Errors
-    /// As [`Storage::size`].
+    /// Like [`Storage::size`].
     pub fn size(&self) -> io::Result<u64> {
         self.storage.size().map_err(os_error)
     }
@@ -228,7 +228,7 @@ impl ImageFile {
     /// descriptor.
     ///
     /// # Errors
-    /// Those of fstat(2).
+    /// The errnos of fstat(2).
     pub fn allocated(&self) -> io::Result<u64> {
         let Ok(fd) = self.fd() else { return Ok(0) };
         let stat = rustix::fs::fstat(fd)?;
@@ -238,7 +238,7 @@ impl ImageFile {
     /// Fills `memory` from `pos` on; with zeros behind the end of the file.
     ///
     /// # Errors
-    /// Those of pread(2).
+    /// The errnos of pread(2).
     pub fn read_at(&self, pos: u64, memory: &mut [u8]) -> io::Result<()> {
         let mut rest = ReadCursor::from(memory);
         if i64::try_from(pos).is_ok() {
@@ -251,7 +251,7 @@ impl ImageFile {
     /// Writes all of `bytes` at `pos`.
     ///
     /// # Errors
-    /// Those of pwrite(2).
+    /// The errnos of pwrite(2).
     pub fn write_at(&self, pos: u64, bytes: &[u8]) -> io::Result<()> {
         self.storage.write_at(pos, &mut WriteCursor::from(bytes), None).map_err(os_error)
     }
@@ -267,7 +267,7 @@ impl ImageFile {
     /// Makes the file `size` bytes long.
     ///
     /// # Errors
-    /// Those of ftruncate(2).
+    /// The errnos of ftruncate(2).
     pub fn set_len(&self, size: u64) -> io::Result<()> {
         self.storage.set_len(size).map_err(os_error)
     }
@@ -275,7 +275,7 @@ impl ImageFile {
     /// Reserves space for all of the first `size` bytes, and makes the file that long.
     ///
     /// # Errors
-    /// Those of fallocate(2): `ENOSPC` without enough space, `EOPNOTSUPP` where the file system
+    /// The errnos of fallocate(2): `ENOSPC` without enough space, `EOPNOTSUPP` where the file system
     /// reserves none.
     pub(crate) fn reserve(&self, size: u64) -> io::Result<()> {
         Ok(rustix::fs::fallocate(self.fd()?, FallocateFlags::empty(), 0, size)?)
@@ -284,7 +284,7 @@ impl ImageFile {
     /// Makes `len` bytes from `pos` on a hole: zeros that take no space.
     ///
     /// # Errors
-    /// Those of fallocate(2): `EOPNOTSUPP` where the file system or device has no holes.
+    /// The errnos of fallocate(2): `EOPNOTSUPP` where the file system or device has no holes.
     pub(crate) fn punch(&self, pos: u64, len: u64) -> io::Result<()> {
         self.storage.punch(ByteRange::new(pos, len)).map_err(os_error)
     }
@@ -292,7 +292,7 @@ impl ImageFile {
     /// Makes `len` bytes from `pos` on read as zeros, as a hole where that is possible.
     ///
     /// # Errors
-    /// Those of pwrite(2).
+    /// The errnos of pwrite(2).
     pub(crate) fn zero(&self, pos: u64, len: u64) -> io::Result<()> {
         if self.punch(pos, len).is_ok() {
             return Ok(());

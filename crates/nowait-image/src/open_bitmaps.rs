@@ -42,7 +42,7 @@ pub(crate) struct OpenBitmaps {
 }
 
 impl RawBitmaps {
-    /// Those of the raw disk of `layer`, which is open and locked. Nothing has been changed since.
+    /// The bitmaps of the raw disk of `layer`, which is open and locked. Nothing has been changed since.
     ///
     /// # Errors
     /// Of a disk that is written to: another process uses them; the errno of a failed system call. Of a block device also any

@@ -28,7 +28,7 @@ pub fn looked_up_here(host: &str) -> io::Result<Vec<IpAddr>> {
 /// The addresses of `host`, with `port`.
 ///
 /// # Errors
-/// As [`looked_up_here`]; the other process has exited.
+/// Like [`looked_up_here`]; the other process has exited.
 pub(crate) fn addresses_of(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     let found = match (host.parse(), LOOK_UP.get()) {
         (Ok(address), _) => vec![address],

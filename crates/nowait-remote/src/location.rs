@@ -100,7 +100,7 @@ impl Location {
     /// an NBD export (`nbd:HOST:PORT`, `json:{…}`) are its URI.
     ///
     /// # Errors
-    /// As [`Location::parse`].
+    /// Like [`Location::parse`].
     pub fn parse_backing(name: &OsString) -> Result<Self, String> {
         let url = nowait_image::url_of_backing(name).map(OsString::from);
         Self::parse(url.as_ref().unwrap_or(name))

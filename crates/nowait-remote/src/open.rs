@@ -111,7 +111,7 @@ pub fn open_storage(
 /// Opens the storages that headers may name as the images below, each by its location as it was given.
 ///
 /// # Errors
-/// As [`open_storage`].
+/// Like [`open_storage`].
 pub fn open_backings(
     locations: &[Location],
     remote: &RemoteOptions,

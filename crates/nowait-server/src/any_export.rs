@@ -72,7 +72,7 @@ impl AnyExport {
     /// An export with a dirty bitmap, in which all changes are from the first on.
     ///
     /// # Errors
-    /// As [`crate::Exports::add_bitmap`].
+    /// Like [`crate::Exports::add_bitmap`].
     pub fn with_bitmap(self, spec: &BitmapSpec) -> Result<Self, BitmapError> {
         let (size, block) = (self.export.disk().size(), self.export.smallest_block());
         self.bitmaps.add(spec, size, block)?;
@@ -88,7 +88,7 @@ impl AnyExport {
     /// Adds a dirty bitmap whose bits are in `content`: one for each granule of the disk, of each byte the lowest first.
     ///
     /// # Errors
-    /// As [`crate::Exports::restore_bitmap`].
+    /// Like [`crate::Exports::restore_bitmap`].
     pub fn add_stored_bitmap(
         &self,
         spec: &BitmapSpec,

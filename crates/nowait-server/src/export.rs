@@ -225,7 +225,7 @@ impl Export {
     /// image are in it: the others are read as zeros, and writes of them are dropped.
     ///
     /// # Errors
-    /// As [`Export::range`].
+    /// Like [`Export::range`].
     #[inline]
     pub(crate) fn range_of_sectors(&self, op: Op, pos: u64, len: u64) -> Result<ByteRange, i32> {
         self.range(op, pos, len).or_else(|errno| self.range_at_end(op, pos, len, errno))

@@ -115,7 +115,7 @@ impl Registry {
     /// `connected` counts the connections of clients, those included whose use has not begun yet.
     ///
     /// # Errors
-    /// As [`Registry::remove`]; [`ExportError::HasClients`].
+    /// Like [`Registry::remove`]; [`ExportError::HasClients`].
     pub(crate) fn remove_unused(
         &self,
         id: ExportId,

@@ -232,7 +232,7 @@ impl Exports {
     /// Removes an export, but refuses it if there are clients.
     ///
     /// # Errors
-    /// As [`Exports::remove`]. [`ExportError::HasClients`]: nothing has changed.
+    /// Like [`Exports::remove`]. [`ExportError::HasClients`]: nothing has changed.
     pub fn remove_unused(&self, id: ExportId, timeout: Duration) -> Result<(), ExportError> {
         let connected = || self.connections_of(id).count();
         let export = self.0.registry.remove_unused(id, connected)?;
@@ -244,7 +244,7 @@ impl Exports {
     /// answers. Waits at most `timeout` for that, and until all writes are durable.
     ///
     /// # Errors
-    /// As [`Exports::remove`].
+    /// Like [`Exports::remove`].
     pub fn remove_by_force(&self, id: ExportId, timeout: Duration) -> Result<(), ExportError> {
         let deadline = Instant::now() + timeout;
         let export = self.0.registry.remove(id)?;
@@ -321,7 +321,7 @@ impl Exports {
     /// the export.
     ///
     /// # Errors
-    /// As [`Exports::set_limits`].
+    /// Like [`Exports::set_limits`].
     pub fn set_client_limits(&self, id: ExportId, limits: Limits) -> Result<(), ExportError> {
         self.limit(id, limits, SharedLimits::set_of_clients)
     }

@@ -28,7 +28,7 @@ mod server_bug {
             ForgetHeld,
             /// Changes of a read-only export are done.
             IgnoreProtection,
-            /// What a connection has received and not parsed is lost when it leaves its thread.
+            /// Bytes that a connection has received and not parsed are lost when it leaves its thread.
             LoseParkedInput,
             /// A queue of a virtual machine that stops says that it has taken one request more.
             SkipAtStop,

@@ -154,7 +154,7 @@ impl<Q: IoQueue> LoopContext<Q> {
     /// Has `member` use an export. References to it have to end before the member leaves.
     ///
     /// # Errors
-    /// As [`Engine::attach`].
+    /// Like [`Engine::attach`].
     pub(crate) fn use_export(
         &mut self,
         member: &mut Member,

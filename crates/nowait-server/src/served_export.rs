@@ -140,7 +140,7 @@ impl ServedExports {
     /// member keeps the reference until [`ServedExports::remove_member`].
     ///
     /// # Errors
-    /// As [`Engine::attach`].
+    /// Like [`Engine::attach`].
     pub(crate) fn add_member<Q: IoQueue>(
         &mut self,
         engine: &mut Engine<Q, dyn BlockMap>,

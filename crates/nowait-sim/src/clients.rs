@@ -129,7 +129,7 @@ impl Clients {
     /// A client queues a request and sends it or a part, or a new client connects on a thread.
     ///
     /// # Errors
-    /// As [`Clients::connect`] and [`Clients::receive`].
+    /// Like [`Clients::connect`] and [`Clients::receive`].
     pub fn ask(
         &mut self,
         client_index: usize,
@@ -185,7 +185,7 @@ impl Clients {
     /// All clients send and receive what they can.
     ///
     /// # Errors
-    /// As [`Clients::receive`].
+    /// Like [`Clients::receive`].
     pub fn exchange(&mut self, oracle: &mut Oracle) -> Result<(), Violation> {
         for client_index in (0..self.clients.len()).rev() {
             self.send(client_index, usize::MAX, oracle);

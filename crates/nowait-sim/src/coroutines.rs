@@ -64,7 +64,7 @@ impl Coroutines {
     /// Starts a job that is not a worker's, and runs it until it pauses or ends.
     ///
     /// # Errors
-    /// As [`Coroutines::run`].
+    /// Like [`Coroutines::run`].
     pub fn start(&mut self, job: impl FnOnce() + 'static) -> std::io::Result<()> {
         let stack = match self.stacks.pop() {
             Some(stack) => stack,

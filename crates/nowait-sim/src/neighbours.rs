@@ -55,7 +55,7 @@ impl Neighbour {
     /// Opens its disk again, with no request in flight.
     ///
     /// # Errors
-    /// As [`Neighbour::open`].
+    /// Like [`Neighbour::open`].
     pub fn reopen(&mut self) -> Result<(), Error> {
         self.image =
             Image::open(&self.scenario, &self.device, Opening::Consistent).map_err(failed)?;

@@ -51,7 +51,7 @@ pub fn remove(chain: &Chain) -> Result<(), Violation> {
 /// that may not be what the image below has.
 ///
 /// # Errors
-/// As [`remove`].
+/// Like [`remove`].
 pub fn before_resize(chain: &Chain, size: u64) -> Result<(), Violation> {
     let top = chain.top().size;
     let below = chain.layers().get(1).map_or(0, |below| below.size);

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Public names on the first page of `nowait`, without those of `sim`; fewer are better.
-const PUBLIC_NAMES: usize = 73;
+const PUBLIC_NAMES: usize = 75;
 
 fn published() -> Vec<PathBuf> {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");

@@ -162,7 +162,7 @@ impl Jobs {
     /// Runs the loops that `set_up` returns, one in each job.
     ///
     /// # Errors
-    /// As [`in_threads`]; no request was completed.
+    /// Like [`in_threads`]; no request was completed.
     pub(crate) fn run<L>(
         self,
         stop_condition: StopCondition<'_>,

@@ -22,7 +22,7 @@ pub(crate) struct Delayed {
 
 impl Delayed {
     /// # Errors
-    /// As [`Null::new`].
+    /// Like [`Null::new`].
     pub(crate) fn new(latency: Duration) -> Result<Self, Error> {
         Ok(Self { latency, due: VecDeque::with_capacity(64), watched: Null::new()? })
     }

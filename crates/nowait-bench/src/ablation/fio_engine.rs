@@ -47,7 +47,7 @@ pub(crate) fn run(engine: FioEngine, load: &Workload, fixture: &Fixture<'_>) -> 
         format!("--ramp_time={}ms", fio::runtime(fixture.duration).as_millis() / 5),
         format!("--direct={}", u8::from(fixture.direct)),
         "--allow_file_create=0".to_owned(),
-        // The same bytes in each write, as in the other clients.
+        // Each write has these bytes, as in the other clients.
         "--scramble_buffers=0".to_owned(),
     ];
     let (depth, batch) = (load.depth, load.depth.min(BATCH_MAX));

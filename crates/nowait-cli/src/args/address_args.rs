@@ -48,7 +48,7 @@ impl AddressArgs {
     /// Puts what is given over `config`.
     ///
     /// # Errors
-    /// As [`AddressArgs::check`].
+    /// Like [`AddressArgs::check`].
     pub(crate) fn put_over(&self, config: &mut ServeConfig) -> Result<(), String> {
         self.check()?;
         config.nbd.extend(self.listens());

@@ -147,7 +147,7 @@ pub(crate) fn export(command: &ExportCommand) -> Result<(), CliError> {
 /// Lists connections, or closes one.
 ///
 /// # Errors
-/// As [`export`].
+/// Like [`export`].
 pub(crate) fn connections(args: &ConnectionsArgs) -> Result<(), CliError> {
     match args.close {
         Some(id) => tell(&args.server, |client| client.disconnect(id)),
@@ -158,7 +158,7 @@ pub(crate) fn connections(args: &ConnectionsArgs) -> Result<(), CliError> {
 /// Exchanges the program of a server.
 ///
 /// # Errors
-/// As [`export`].
+/// Like [`export`].
 pub(crate) fn upgrade(args: &UpgradeArgs) -> Result<(), CliError> {
     let binary = args.binary.as_deref().map(|path| {
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());

@@ -39,7 +39,7 @@ fn points(chain: &Path) -> Vec<u64> {
 fn assert_point(scratch: &Scratch, chain: &Path, number: u64, disk: &[u8]) {
     let from = format!("{}@{number}", text(chain));
     let (raw, qcow2) = (scratch.join("restored"), scratch.join("restored.qcow2"));
-    if number % 2 == 0 {
+    if number.is_multiple_of(2) {
         accepted(&["restore", &from, text(&qcow2), "--verify", "--force"]);
         accepted(&["copy", text(&qcow2), text(&raw), "-O", "raw", "--force"]);
     } else {

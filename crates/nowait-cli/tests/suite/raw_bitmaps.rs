@@ -16,9 +16,9 @@ use crate::common::stored::{QemuNbd, REGION, SIZE, Stored, USUAL, dirty, has_qem
 use crate::common::{Finished, MIB, NOWAIT, Server, accepted, refusal, text};
 use crate::upgrade::Upgraded;
 
-/// What is told where a bitmap may lack a change.
+/// The warning where a bitmap may lack a change.
 const MAY_BE_CHANGED: &str = "the disk may have been changed without its dirty bitmaps";
-/// What is told where bitmaps are not used.
+/// The warning where bitmaps are not used.
 const NOT_USED: &str = "its dirty bitmaps are not used: ";
 
 /// A raw disk with bitmap `a`, in which a granule is dirty, and that is not served.
@@ -70,7 +70,7 @@ fn qemu_reads_and_makes_the_bitmaps_of_a_raw_disk() {
     it.qemu_bitmap(&["--clear", "@", "a"]);
     it.qemu_bitmap(&["--remove", "@", "theirs"]);
     assert_eq!(served_once(&it, &[]).0, json!([info("a", true, 0)]));
-    // What QEMU writes by that file is on the disk, and in its bitmaps, but nothing tells us who has written to the disk.
+    // Bytes that QEMU writes by that file are on the disk, and in its bitmaps, but nothing tells us who has written to the disk.
     tool("qemu-io").args(["-f", "qcow2", "-c", "write 80M 64k", text(&it.stored)]).succeeds();
     assert_eq!(it.dirty_in_qemu("a"), [1280]);
     let (listed, log) = served_once(&it, &[]);
@@ -218,12 +218,16 @@ fn bitmaps_that_another_process_uses_keep_the_disk_from_being_served() {
     assert_eq!(served_once(&it, &[]).0, json!([info("a", true, 1)]));
 }
 
-/// What becomes of the file with the bitmaps, and what is told of it then.
+/// The fate of the file with the bitmaps, and the message about it.
 type Damage = (&'static str, fn(&Stored), &'static str);
 
 fn damages() -> [Damage; 6] {
     [
-        ("no image", |it| fs::write(&it.stored, "text").expect("a file"), "it is no qcow2 image"),
+        (
+            "no image",
+            |it| fs::write(&it.stored, "text").expect("a file"),
+            "it is not a qcow2 image",
+        ),
         (
             "an image with data of its own",
             |it| {
@@ -409,7 +413,7 @@ fn a_block_device_has_its_bitmaps_in_the_given_directory() {
         fs::read_dir(&directory).expect("bitmaps").next().expect("a file").expect("a file").path();
     fs::write(&file, "text").expect("a file");
     let refused = refusal(&["serve", text(device.path()), "--bitmap-dir", text(&directory)]);
-    assert!(refused.error.contains("it is no qcow2 image"), "{}", refused.error);
+    assert!(refused.error.contains("it is not a qcow2 image"), "{}", refused.error);
     fs::remove_file(&file).expect("a file");
     // Another file behind the same name is another disk.
     let server = serve_with_dir(&it, device.path(), &directory);
@@ -428,11 +432,11 @@ fn a_block_device_has_its_bitmaps_in_the_given_directory() {
 /// A bitmap as the test knows it, in granules.
 #[derive(Default)]
 struct Model {
-    /// What was changed since the bitmap was cleared.
+    /// Changes since the bitmap was cleared.
     changed: BTreeSet<u64>,
-    /// What may be dirty beside that.
+    /// Other parts that may be dirty.
     maybe: BTreeSet<u64>,
-    /// What was changed since the last end in order of the server, or the last change of the bitmap.
+    /// Changes since the server has last exited in order, or since the last change of the bitmap.
     recent: BTreeSet<u64>,
 }
 

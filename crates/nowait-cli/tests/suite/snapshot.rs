@@ -79,7 +79,7 @@ impl Served {
     }
 }
 
-/// What the disk of `image` has.
+/// The bytes of the disk of `image`.
 fn contents(scratch: &Scratch, image: &Path, format: &str) -> Vec<u8> {
     let raw = scratch.join("contents");
     accepted(&["copy", text(image), text(&raw), "--force", "-f", format, "-O", "raw"]);

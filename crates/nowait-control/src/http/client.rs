@@ -77,7 +77,7 @@ impl Client {
     /// A client of the server at `port` of `host`. Nothing is sent yet.
     ///
     /// # Errors
-    /// As [`Client::new`].
+    /// Like [`Client::new`].
     pub fn tcp(host: &str, port: u16, proof: Proof) -> io::Result<Self> {
         let authority = match host.contains(':') {
             true => format!("[{host}]:{port}"),
@@ -110,7 +110,7 @@ impl Client {
     /// Its exports, the default first.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn exports(&self) -> Result<Vec<ExportInfo>, ClientError> {
         self.get("/v1/exports")
     }
@@ -118,7 +118,7 @@ impl Client {
     /// Its connections, the oldest first.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn connections(&self) -> Result<Vec<ConnectionInfo>, ClientError> {
         self.get("/v1/connections")
     }
@@ -126,7 +126,7 @@ impl Client {
     /// Adds an export.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn add(&self, export: &AddExport) -> Result<ExportInfo, ClientError> {
         read(&self.send(Method::POST, "/v1/exports", &body(export)?)?)
     }
@@ -134,7 +134,7 @@ impl Client {
     /// Removes the export called `name`, or number N for `@N`; with `hard` also while clients use it.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn remove(&self, name: &str, hard: bool) -> Result<(), ClientError> {
         let mode = if hard { "hard" } else { "safe" };
         let path = format!("{}?mode={mode}", export_path(name));
@@ -144,7 +144,7 @@ impl Client {
     /// Changes an export.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn change(&self, name: &str, change: &PatchExport) -> Result<ExportInfo, ClientError> {
         read(&self.send(Method::PATCH, &export_path(name), &body(change)?)?)
     }
@@ -152,7 +152,7 @@ impl Client {
     /// Makes the completed writes of an export durable.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn flush(&self, name: &str) -> Result<(), ClientError> {
         self.send(Method::POST, &format!("{}/flush", export_path(name)), "").map(drop)
     }
@@ -160,7 +160,7 @@ impl Client {
     /// Makes an overlay for what is written to an export from then on.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn snapshot(
         &self,
         name: &str,
@@ -173,7 +173,7 @@ impl Client {
     /// The dirty bitmaps of an export.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn bitmaps(&self, name: &str) -> Result<Vec<BitmapInfo>, ClientError> {
         self.get(&format!("{}/bitmaps", export_path(name)))
     }
@@ -181,7 +181,7 @@ impl Client {
     /// Adds a bitmap to an export.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn add_bitmap(&self, name: &str, bitmap: &AddBitmap) -> Result<BitmapInfo, ClientError> {
         let path = format!("{}/bitmaps", export_path(name));
         read(&self.send(Method::POST, &path, &body(bitmap)?)?)
@@ -190,7 +190,7 @@ impl Client {
     /// Removes a bitmap of an export.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn remove_bitmap(&self, name: &str, bitmap: &str) -> Result<(), ClientError> {
         self.send(Method::DELETE, &bitmap_path(name, bitmap), "").map(drop)
     }
@@ -198,7 +198,7 @@ impl Client {
     /// Marks all of a bitmap of an export as clean.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn clear_bitmap(&self, name: &str, bitmap: &str) -> Result<(), ClientError> {
         let path = format!("{}/clear", bitmap_path(name, bitmap));
         self.send(Method::POST, &path, "").map(drop)
@@ -207,7 +207,7 @@ impl Client {
     /// Changes a bitmap of an export.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn change_bitmap(
         &self,
         name: &str,
@@ -220,7 +220,7 @@ impl Client {
     /// Merges bitmaps of an export into one of them.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn merge_bitmaps(
         &self,
         name: &str,
@@ -234,7 +234,7 @@ impl Client {
     /// Begins to move the disk of an export to another place.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn start_move(&self, name: &str, start: &StartMove) -> Result<MoveInfo, ClientError> {
         read(&self.send(Method::POST, &move_path(name), &body(start)?)?)
     }
@@ -242,7 +242,7 @@ impl Client {
     /// The move of the disk of an export, or the last one that has ended.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn disk_move(&self, name: &str) -> Result<MoveInfo, ClientError> {
         read(&self.send(Method::GET, &move_path(name), "")?)
     }
@@ -250,7 +250,7 @@ impl Client {
     /// Ends the move of the disk of an export, which stays where it is.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn cancel_move(&self, name: &str) -> Result<MoveInfo, ClientError> {
         read(&self.send(Method::DELETE, &move_path(name), "")?)
     }
@@ -258,7 +258,7 @@ impl Client {
     /// Begins to replicate the disk of an export to an export of another server.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn start_replication(
         &self,
         name: &str,
@@ -270,7 +270,7 @@ impl Client {
     /// The replication of the disk of an export, or the last one that has ended.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn replication(&self, name: &str) -> Result<ReplicationInfo, ClientError> {
         read(&self.send(Method::GET, &replication_path(name), "")?)
     }
@@ -278,7 +278,7 @@ impl Client {
     /// Ends the replication of the disk of an export.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn stop_replication(&self, name: &str) -> Result<ReplicationInfo, ClientError> {
         read(&self.send(Method::DELETE, &replication_path(name), "")?)
     }
@@ -286,7 +286,7 @@ impl Client {
     /// Begins backups of an export and of those with it.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn start_backup(
         &self,
         name: &str,
@@ -299,7 +299,7 @@ impl Client {
     /// Ends the backups of an export and of those with it.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn end_backup(
         &self,
         name: &str,
@@ -314,7 +314,7 @@ impl Client {
     /// Closes a connection.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn disconnect(&self, id: u64) -> Result<(), ClientError> {
         self.send(Method::DELETE, &format!("/v1/connections/{id}"), "").map(drop)
     }
@@ -322,7 +322,7 @@ impl Client {
     /// Has a new program take over.
     ///
     /// # Errors
-    /// As [`Client::server`].
+    /// Like [`Client::server`].
     pub fn upgrade(&self, upgrade: &UpgradeRequest) -> Result<UpgradeReport, ClientError> {
         read(&self.send(Method::POST, "/v1/upgrade", &body(upgrade)?)?)
     }

@@ -275,7 +275,7 @@ mod tests {
     use crate::api::ErrnoInfo;
     use crate::counted_api::{NbdServerInfo, StoreInfo};
 
-    /// What goes on for a while with an export.
+    /// A task that goes on for a while with an export.
     const TASKS: &str = r#"
         "backup": {"name": "a.backup", "only_dirty": false, "since_unix_seconds": 1, "size_bytes": 41, "copied_bytes": 46,
             "scratch_bytes": 47, "max_scratch_bytes": 48, "failure": "full"},

@@ -37,7 +37,7 @@ impl AllowedUri {
     /// A location that it allows.
     ///
     /// # Errors
-    /// As [`Location::parse`].
+    /// Like [`Location::parse`].
     pub fn location(&self) -> Result<Location, String> {
         let Self(text) = self;
         let name = if text.ends_with('/') { "name" } else { "" };

@@ -31,7 +31,7 @@ const DEFAULT_MAX_PAUSE_MS: u64 = 2_000;
 /// How often a round of a replication begins, in seconds.
 /// Beyond it: 400.
 const EVERY_SECONDS: RangeInclusive<u64> = 1..=86_400;
-/// The same without a wish of the user.
+/// The default, without a wish of the user.
 const DEFAULT_EVERY_SECONDS: u64 = 60;
 
 /// The parts of a server that a move needs.

@@ -301,7 +301,7 @@ impl ImageExchange<'_> {
     /// Stores bitmap `bitmap`, which the export has in memory, in the image from now on.
     ///
     /// # Errors
-    /// As [`ImageExchange::edit`].
+    /// Like [`ImageExchange::edit`].
     pub(crate) fn add_bitmap(&self, bitmap: &NewBitmap) -> Result<(), ControlError> {
         self.edit_bitmaps(|chain| bitmap_changes::add(chain, bitmap, None), |it| it.add(bitmap))
     }
@@ -309,7 +309,7 @@ impl ImageExchange<'_> {
     /// Clears bitmap `name`, in the image and by `clear` in memory.
     ///
     /// # Errors
-    /// As [`ImageExchange::edit`].
+    /// Like [`ImageExchange::edit`].
     pub(crate) fn clear_bitmap(
         &self,
         name: &str,
@@ -326,7 +326,7 @@ impl ImageExchange<'_> {
     /// Removes bitmap `name` from the image.
     ///
     /// # Errors
-    /// As [`ImageExchange::edit`].
+    /// Like [`ImageExchange::edit`].
     pub(crate) fn remove_bitmap(&self, name: &str) -> Result<(), ControlError> {
         self.edit_bitmaps(|chain| bitmap_changes::remove(chain, name), |it| it.remove(name))
     }

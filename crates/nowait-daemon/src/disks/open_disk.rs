@@ -221,7 +221,7 @@ fn directory_of_bitmaps(path: &Path) -> Result<PathBuf, CliError> {
     let found = path.canonicalize().map_err(|error| CliError::at(path, os_message(&error)))?;
     match found.is_dir() {
         true => Ok(found),
-        false => Err(CliError::at(path, "it is no directory (--bitmap-dir)")),
+        false => Err(CliError::at(path, "it is not a directory (--bitmap-dir)")),
     }
 }
 

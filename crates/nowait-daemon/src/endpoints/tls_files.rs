@@ -30,7 +30,7 @@ impl TlsFiles {
     /// Reads the files.
     ///
     /// # Errors
-    /// As [`Credentials::load`].
+    /// Like [`Credentials::load`].
     pub(crate) fn load(&self) -> Result<Credentials, CliError> {
         secrets::keep_in_memory();
         let loaded = Credentials::load(&self.directory, self.clients);
@@ -44,7 +44,7 @@ pub(crate) type Keys = (Tls, Option<(TlsFiles, Credentials)>);
 /// The TLS configuration of a server, and the files that it was read from.
 ///
 /// # Errors
-/// As [`TlsFiles::load`].
+/// Like [`TlsFiles::load`].
 pub(crate) fn read(config: &ServeConfig) -> Result<Keys, CliError> {
     let (files, make): (_, fn(Credentials) -> Tls) = match config.encryption() {
         Encryption::Off => return Ok((Tls::Off, None)),

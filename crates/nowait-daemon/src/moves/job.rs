@@ -1,4 +1,4 @@
-//! What is known of a move, and whether it is to end.
+//! The state of a move, and whether it is to end.
 //!
 //! Invariant: a move that has ended does not run again.
 
@@ -13,7 +13,7 @@ use crate::moves::{Task, TaskState};
 pub(crate) enum Stage {
     /// All of the disk is copied.
     Copying,
-    /// What has changed meanwhile is copied again.
+    /// Changes made meanwhile are copied again.
     Following,
     /// The same, but its writers are faster than that.
     Behind,
@@ -80,7 +80,7 @@ impl Job {
         Self { state: TaskState::new(info) }
     }
 
-    /// What is known of it.
+    /// Its state.
     pub(crate) fn info(&self) -> MoveInfo {
         self.state.lock().clone()
     }
@@ -95,7 +95,7 @@ impl Job {
         (info.copied_bytes, info.left_bytes) = (copied, left);
     }
 
-    /// What has changed was copied once more.
+    /// Changes were copied once more.
     pub(crate) fn count_round(&self) {
         self.state.lock().rounds += 1;
     }

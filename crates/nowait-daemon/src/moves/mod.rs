@@ -1,4 +1,4 @@
-//! What goes on for long with the disks of exports that are served: moves to another place, and replications.
+//! Tasks that take long with the disks of exports that are served: moves to another place, and replications.
 //!
 //! Invariant: until the exchange an export is served from where it was, whatever happens to the new place; a new file has
 //! its name only when it is complete. A task that has ended does not run again.
@@ -39,7 +39,7 @@ pub(crate) trait Task {
     fn target(&self) -> String;
 }
 
-/// What is known of a task, and whether it is to end.
+/// The state of a task, and whether it is to end.
 pub(crate) struct TaskState<I> {
     cancel: AtomicBool,
     info: Mutex<I>,
@@ -51,7 +51,7 @@ impl<I> TaskState<I> {
         Self { cancel: AtomicBool::new(false), info: Mutex::new(info) }
     }
 
-    /// What is known of it.
+    /// Its state.
     pub(crate) fn lock(&self) -> MutexGuard<'_, I> {
         self.info.lock().unwrap_or_else(PoisonError::into_inner)
     }

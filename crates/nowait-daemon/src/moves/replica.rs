@@ -1,4 +1,4 @@
-//! What is known of the replication of a disk, and whether it is to end.
+//! The state of the replication of a disk, and whether it is to end.
 //!
 //! Invariant: the instant is that of the last round that is complete and durable on the target.
 
@@ -44,7 +44,7 @@ impl Replica {
         Self { state: TaskState::new(info), since: SystemTime::now() }
     }
 
-    /// What is known of it.
+    /// Its state.
     pub(crate) fn info(&self) -> ReplicationInfo {
         let info = self.state.lock().clone();
         let instant = info.instant_unix_seconds.map(|it| UNIX_EPOCH + Duration::from_secs_f64(it));

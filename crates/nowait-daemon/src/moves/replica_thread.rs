@@ -48,10 +48,10 @@ pub(crate) struct ReplicaThread {
     pub(crate) rate: Option<u64>,
 }
 
-/// What a replication has between two rounds.
+/// The state of a replication between two rounds.
 #[derive(Default)]
 struct Rounds {
-    /// What has changed since the last instant; `None`: all is to be copied.
+    /// Changes since the last instant; `None`: all is to be copied.
     changes: Option<ChangeTracker>,
     /// The target, unless it has failed.
     image: Option<Image>,
@@ -216,7 +216,7 @@ impl ReplicaThread {
             let ranges = changes.take(from, TAKEN_RANGES);
             let Some(last) = ranges.last() else { return Ok(()) };
             from = last.pos + last.len;
-            // What is not durable when the connection is lost may be lost with it.
+            // Changes that are not durable when the connection is lost may be lost with it.
             let copied = mirror.copy_ranges(&ranges, None).and_then(|_| mirror.flush(None));
             if let Err(error) = copied {
                 changes.put_back(&ranges);

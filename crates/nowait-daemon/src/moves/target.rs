@@ -32,7 +32,7 @@ pub(crate) struct MoveTarget {
     disk: OpenedDisk,
     /// The file without its final name, and that name.
     file: Option<(AtomicFile, PathBuf)>,
-    /// What it is called in messages.
+    /// Its name in messages.
     pub(crate) name: String,
 }
 

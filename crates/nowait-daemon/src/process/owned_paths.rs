@@ -160,7 +160,7 @@ pub(crate) fn remove_file(path: &Path) -> io::Result<()> {
 /// Removes the directory `path`, which was made by this process.
 ///
 /// # Errors
-/// As [`remove_file`].
+/// Like [`remove_file`].
 pub(crate) fn remove_directory(path: &Path) -> io::Result<()> {
     or_by_changer(fs::remove_dir(path), || Change::RemoveDirectory(absolute(path)))
 }

@@ -232,7 +232,7 @@ impl Launcher {
     /// Has the launcher do `change`. Returns the file that it has opened.
     ///
     /// # Errors
-    /// As [`OwnedPaths::change`]; the launcher has ended, or does not answer.
+    /// Like [`OwnedPaths::change`]; the launcher has ended, or does not answer.
     fn change(&self, change: Change) -> io::Result<Option<File>> {
         let Message { body, mut files, .. } = self.ask_present(&Request::Change(change), &[])?;
         body.map_err(io::Error::other)?;

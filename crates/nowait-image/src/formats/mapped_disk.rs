@@ -114,7 +114,7 @@ impl MappedDisk {
     /// Fills `memory` with the disk's bytes from `pos` on; with zeros behind its end.
     ///
     /// # Errors
-    /// As [`RunTable::lookup`]; `EIO` for compressed data that cannot be decompressed.
+    /// Like [`RunTable::lookup`]; `EIO` for compressed data that cannot be decompressed.
     pub(crate) fn read(&self, mut pos: u64, mut memory: ReadCursor<'_>) -> Result<(), Error> {
         while !memory.is_empty() && pos < self.size {
             let most = memory.len().min(self.size - pos);

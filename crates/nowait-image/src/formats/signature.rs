@@ -81,7 +81,7 @@ impl Signature {
     /// The signature that `file` begins with.
     ///
     /// # Errors
-    /// Those of pread(2).
+    /// The errnos of pread(2).
     pub fn probe(file: &ImageFile) -> io::Result<Option<Self>> {
         let mut first = [0; PROBE_BYTES];
         file.read_at(0, &mut first)?;

@@ -45,7 +45,7 @@ pub fn remove(chain: &Chain, name: &str) -> Result<(), ImageError> {
 /// Adds bitmaps without a bit to the image at `path`, which was made just now and that nothing else uses.
 ///
 /// # Errors
-/// As [`add`].
+/// Like [`add`].
 pub fn add_to_new(path: &Path, new: &[NewBitmap]) -> Result<(), ImageError> {
     if new.is_empty() {
         return Ok(());

@@ -95,7 +95,7 @@ pub fn create(path: &Path, options: &CreateOptions) -> Result<u64, ImageError> {
 /// Makes an image that is to get the name `path` once it is complete. Returns it, and the size of its disk in bytes.
 ///
 /// # Errors
-/// As [`create`].
+/// Like [`create`].
 pub fn create_unnamed(
     path: &Path,
     options: &CreateOptions,
@@ -115,7 +115,7 @@ pub fn create_unnamed(
 /// Like [`create_unnamed`], a qcow2 image that stands on the backing file of `options`, with all of its size.
 ///
 /// # Errors
-/// As [`create`]; a refusal without a backing file.
+/// Like [`create`]; a refusal without a backing file.
 pub fn create_overlay(
     path: &Path,
     options: &CreateOptions,

@@ -80,7 +80,7 @@ pub fn map(
 /// Prints the map of `chain` as `qemu-img map --output=json` (7.2) does.
 ///
 /// # Errors
-/// As [`map`]; the error of `out`.
+/// Like [`map`]; the error of `out`.
 pub fn write_json(chain: &Chain, out: &mut impl Write) -> Result<(), ImageError> {
     let path = chain.top().file.path();
     let failed = |error: io::Error| ImageError::os(path, "print its map", &error);
@@ -108,7 +108,7 @@ pub fn write_json(chain: &Chain, out: &mut impl Write) -> Result<(), ImageError>
 /// an error, because the data is not in the file as it is, the place is "-".
 ///
 /// # Errors
-/// As [`map`]; the error of `out`.
+/// Like [`map`]; the error of `out`.
 pub fn write_table(chain: &Chain, out: &mut impl Write) -> Result<(), ImageError> {
     let path = chain.top().file.path();
     let failed = |error: io::Error| ImageError::os(path, "print its map", &error);

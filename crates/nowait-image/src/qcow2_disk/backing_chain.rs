@@ -151,7 +151,7 @@ impl BackingChain {
     /// Like [`BackingChain::lookup_top`], for a run that is then changed.
     ///
     /// # Errors
-    /// As [`MetadataWriteback::update`].
+    /// Like [`MetadataWriteback::update`].
     pub(crate) fn lookup_top_for_write(&self, pos: u64, len: u64) -> Result<(Cluster, u64), Error> {
         let bits = self.header.unit_bits();
         let (first, max_clusters) = clusters_of(pos, len, bits);
@@ -164,7 +164,7 @@ impl BackingChain {
     /// 0.
     ///
     /// # Errors
-    /// As [`BackingChain::lookup_top`], of any image.
+    /// Like [`BackingChain::lookup_top`], of any image.
     pub(crate) fn resolve(&self, pos: u64, len: u64) -> Result<(Mapping, u64), Error> {
         let len = len.min(self.header.size.saturating_sub(pos));
         if len == 0 {
@@ -252,7 +252,7 @@ impl BackingChain {
     /// Whether all of `range` is known to read as zeros.
     ///
     /// # Errors
-    /// As [`BackingChain::resolve`].
+    /// Like [`BackingChain::resolve`].
     pub(crate) fn is_zeros(&self, range: ByteRange) -> Result<bool, Error> {
         let mut pos = range.pos;
         while pos < range.end() {
@@ -292,7 +292,7 @@ impl BackingChain {
     /// concurrent write is read whole or not at all, also where images below end inside a block.
     ///
     /// # Errors
-    /// As [`BackingChain::resolve`] and [`BackingChain::read_mapping`].
+    /// Like [`BackingChain::resolve`] and [`BackingChain::read_mapping`].
     pub(crate) fn read_some(&self, pos: u64, memory: &mut ReadCursor<'_>) -> Result<u64, Error> {
         let (cluster, run) = self.lookup_top(pos, memory.len())?;
         if let Some(found) = mapping_of_entry(0, cluster, pos, &self.header) {
@@ -311,7 +311,7 @@ impl BackingChain {
     /// Fills `memory` with the disk's bytes from `pos` on; with zeros behind its end.
     ///
     /// # Errors
-    /// As [`BackingChain::resolve`] and [`BackingChain::read_mapping`].
+    /// Like [`BackingChain::resolve`] and [`BackingChain::read_mapping`].
     pub(crate) fn read(&self, pos: u64, memory: &mut [u8]) -> Result<(), Error> {
         let mut rest = memory;
         let mut pos = pos;

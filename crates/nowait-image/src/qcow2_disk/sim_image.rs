@@ -14,7 +14,7 @@ use crate::qcow2_disk::{OpenImage, Opened, ServeOptions, open_all};
 /// Opens the top image of `chain`, which is simulated. Its file grows to multiples of `step` bytes.
 ///
 /// # Errors
-/// As [`crate::qcow2_disk::open`].
+/// Like [`crate::qcow2_disk::open`].
 pub fn open_simulated(
     chain: Chain,
     options: ServeOptions,

@@ -143,7 +143,7 @@ impl MetadataWriteback {
     /// is not changed from then on, and the image is marked as corrupt.
     ///
     /// # Errors
-    /// As [`MetadataWriteback::with`].
+    /// Like [`MetadataWriteback::with`].
     pub(crate) fn update<T>(
         &self,
         act: impl FnMut(&mut Metadata) -> Result<T, MetadataError>,
@@ -216,7 +216,7 @@ impl MetadataWriteback {
     /// them are read in the same transfers, because the scan needs them next.
     ///
     /// # Errors
-    /// As [`MetadataWriteback::with`].
+    /// Like [`MetadataWriteback::with`].
     pub(crate) fn scan(&self, first: u64, max: u64) -> Result<((Cluster, u64), usize), Error> {
         let mut reads = 0;
         loop {
@@ -302,7 +302,7 @@ impl MetadataWriteback {
     /// Like [`MetadataWriteback::flush`], after bits of bitmaps were written to the file with the metadata.
     ///
     /// # Errors
-    /// As [`MetadataWriteback::flush`].
+    /// Like [`MetadataWriteback::flush`].
     pub(crate) fn flush_with_bits(&self) -> Result<(), Error> {
         self.has_bits.store(true, Ordering::SeqCst);
         self.flush()
@@ -316,7 +316,7 @@ impl MetadataWriteback {
     /// To be called before metadata is changed: flushes where too much of it is dirty.
     ///
     /// # Errors
-    /// As [`MetadataWriteback::flush`].
+    /// Like [`MetadataWriteback::flush`].
     pub(crate) fn throttle_dirty(&self) -> Result<(), Error> {
         let full = lock(&self.metadata).cache.dirty_bytes() >= MAX_DIRTY_BYTES;
         if full || self.flushes.has_failed() { self.flush() } else { Ok(()) }
@@ -401,7 +401,7 @@ impl MetadataWriteback {
     /// last flush, when no requests follow.
     ///
     /// # Errors
-    /// As [`MetadataWriteback::flush`].
+    /// Like [`MetadataWriteback::flush`].
     pub(crate) fn free_deferred(&self, cluster_bytes: u64) -> Result<(), Error> {
         // The refcounts of a damaged image are not changed: that is for a repair.
         let mut metadata = lock(&self.metadata);

@@ -33,7 +33,7 @@ impl BitmapsPlace {
     /// Bytes of the disk as the file tells them: whole sectors.
     ///
     /// # Errors
-    /// As [`ImageFile::size`].
+    /// Like [`ImageFile::size`].
     pub(crate) fn disk_bytes(&self) -> io::Result<u64> {
         Ok(self.disk.file.size()?.next_multiple_of(SECTOR_BYTES))
     }
@@ -58,7 +58,7 @@ impl BitmapsPlace {
     /// Clears all bits of the usable bitmap `name`. No request of the disk is in flight.
     ///
     /// # Errors
-    /// As [`BitmapsPlace::add`]; there is none of that name.
+    /// Like [`BitmapsPlace::add`]; there is none of that name.
     pub fn clear(&self, name: &str) -> Result<(), ImageError> {
         self.change(|bitmaps| bitmaps.clear(name))
     }
@@ -66,7 +66,7 @@ impl BitmapsPlace {
     /// Removes the bitmap `name`, whatever its state is. No request of the disk is in flight.
     ///
     /// # Errors
-    /// As [`BitmapsPlace::clear`].
+    /// Like [`BitmapsPlace::clear`].
     pub fn remove(&self, name: &str) -> Result<(), ImageError> {
         self.change(|bitmaps| bitmaps.remove(name))
     }
@@ -75,7 +75,7 @@ impl BitmapsPlace {
     /// the disk is in flight. A bitmap whose bits are lost is dropped.
     ///
     /// # Errors
-    /// As [`BitmapsPlace::add`].
+    /// Like [`BitmapsPlace::add`].
     pub fn resize(&self) -> Result<(), ImageError> {
         if !self.is_there() {
             return Ok(());
@@ -157,7 +157,7 @@ impl BitmapsPlace {
     /// from byte `dirty_from` on, if that is given. The state of the disk is not known then.
     ///
     /// # Errors
-    /// As [`BitmapsPlace::add`].
+    /// Like [`BitmapsPlace::add`].
     pub(crate) fn fit(&self, size: u64, dirty_from: Option<u64>) -> Result<(), ImageError> {
         let (file, header) = self.open(Opening::ReadOnly)?;
         if header.size == size {
@@ -239,7 +239,7 @@ impl Read for WithOnes {
 /// Writes `record` to the header of the image in `file`, durably.
 ///
 /// # Errors
-/// As [`bitmap_slot::write`].
+/// Like [`bitmap_slot::write`].
 pub(crate) fn write_record(
     file: &ImageFile,
     header: &Header,

@@ -14,12 +14,12 @@ use crate::error::ImageError;
 use crate::image_file::{FileId, ImageFile};
 use crate::raw_bitmaps::disk_record::{RawDisk, passing_name, stable_names};
 
-/// What the name of the image is followed by.
+/// The end of the file's name, behind that of the image.
 const SUFFIX: &str = ".bitmaps.qcow2";
 /// The most bytes of the name of the file with the bitmaps of a raw disk, in a given directory: its path, escaped.
 /// Beyond it: the disk is refused.
 const MAX_NAME: usize = 255;
-/// What an unfinished file is followed by.
+/// The end of the name of an unfinished file.
 const UNFINISHED: usize = ".partial".len();
 
 /// The place of the bitmaps of a raw disk, whether they are there or not.

@@ -82,7 +82,7 @@ impl RawDisk {
     /// The regular file `file`.
     ///
     /// # Errors
-    /// Those of fstat(2).
+    /// The errnos of fstat(2).
     pub(crate) fn of_file(file: &Arc<ImageFile>) -> io::Result<Self> {
         let inode = fstat(file.fd()?)?.st_ino;
         let empty = AtFlags::EMPTY_PATH;
@@ -101,7 +101,7 @@ impl RawDisk {
     /// The record of the disk as of now.
     ///
     /// # Errors
-    /// Those of fstat(2).
+    /// The errnos of fstat(2).
     pub(crate) fn record(&self) -> io::Result<DiskRecord> {
         let state = match self.file.is_block_device() {
             true => OF_DEVICE,
@@ -114,7 +114,7 @@ impl RawDisk {
     /// other times.
     ///
     /// # Errors
-    /// Those of fsync(2) and fstat(2).
+    /// The errnos of fsync(2) and fstat(2).
     pub(crate) fn settled_record(&self) -> io::Result<DiskRecord> {
         let fd = self.file.fd()?;
         // Its times are durable, too: after a loss of power they are not others.
@@ -182,7 +182,7 @@ pub(crate) fn stable_names(device: &ImageFile) -> Vec<PathBuf> {
 /// The file that tells one start of the host from another.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// What a block device is as long as neither the host is restarted nor the device made again. `None` where the kernel does
+/// The name of a block device that holds as long as neither the host is restarted nor the device made again. `None` where the kernel does
 /// not tell.
 pub(crate) fn passing_name(device: &ImageFile) -> Option<String> {
     let rdev = fstat(device.fd().ok()?).ok()?.st_rdev;

@@ -136,7 +136,7 @@ impl Credentials {
     /// for the name that the URI gives.
     ///
     /// # Errors
-    /// As [`Credentials::load`]; no directory is known.
+    /// Like [`Credentials::load`]; no directory is known.
     pub fn for_uri(
         uri: &NbdUri,
         directory: Option<&Path>,

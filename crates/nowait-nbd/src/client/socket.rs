@@ -85,7 +85,7 @@ impl Socket {
     /// Sends some of `slices`.
     ///
     /// # Errors
-    /// Those of writev(2); `TimedOut` after the deadline.
+    /// The errnos of writev(2); `TimedOut` after the deadline.
     pub(super) fn send(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
         self.check_deadline()?;
         Ok(retry_on_intr(|| rustix::io::writev(&self.fd, slices))?)
@@ -94,7 +94,7 @@ impl Socket {
     /// Receives into `slices`, one after the other; 0 bytes at the end of the stream.
     ///
     /// # Errors
-    /// Those of readv(2); `TimedOut` after the deadline.
+    /// The errnos of readv(2); `TimedOut` after the deadline.
     pub(super) fn receive(&self, slices: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         self.check_deadline()?;
         Ok(retry_on_intr(|| rustix::io::readv(&self.fd, &mut *slices))?)

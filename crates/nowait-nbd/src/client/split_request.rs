@@ -95,7 +95,7 @@ impl SplitRequest {
     /// Takes a simple reply without error. Returns the range of the data behind it, if it has some.
     ///
     /// # Errors
-    /// As [`Self::message`]; the command is answered otherwise.
+    /// Like [`Self::message`]; the command is answered otherwise.
     pub fn simple(&mut self, cookie: u64) -> Outcome<Option<(u64, u64)>> {
         self.message(cookie)?;
         match self.command {
@@ -112,7 +112,7 @@ impl SplitRequest {
     /// Takes `length` bytes of a read, data or zeros, at byte `offset` of the export.
     ///
     /// # Errors
-    /// As [`Self::message`]; they are not bytes of that part, or not of a read.
+    /// Like [`Self::message`]; they are not bytes of that part, or not of a read.
     pub fn content(&mut self, cookie: u64, offset: u64, length: u64) -> Outcome<()> {
         self.message(cookie)?;
         let (start, bytes) = self.part((cookie >> 32) as usize).ok_or(BROKEN)?;
@@ -127,7 +127,7 @@ impl SplitRequest {
     /// Takes block status. Returns the extents within the range, each with its flags; the last one is cut at its end.
     ///
     /// # Errors
-    /// As [`Self::message`]; an extent has no bytes, or status was not asked for.
+    /// Like [`Self::message`]; an extent has no bytes, or status was not asked for.
     pub fn status(&mut self, cookie: u64, extents: Extents<'_>) -> Outcome<Vec<(u64, u64)>> {
         self.of_status(cookie)?;
         let (mut left, mut taken) = (self.length, Vec::new());
@@ -148,7 +148,7 @@ impl SplitRequest {
     /// Takes block status of a context that was not asked for.
     ///
     /// # Errors
-    /// As [`Self::status`].
+    /// Like [`Self::status`].
     pub fn of_status(&mut self, cookie: u64) -> Outcome<()> {
         self.message(cookie)?;
         if self.command == CMD_BLOCK_STATUS { Ok(()) } else { Err(BROKEN.into()) }
@@ -158,7 +158,7 @@ impl SplitRequest {
     /// that was asked for.
     ///
     /// # Errors
-    /// As [`Self::message`]; bytes or extents are missing.
+    /// Like [`Self::message`]; bytes or extents are missing.
     pub fn done(&mut self, cookie: u64, has_failed: bool) -> Outcome<bool> {
         self.message(cookie)?;
         if let Some(answered) = self.answered.get_mut((cookie >> 32) as usize) {

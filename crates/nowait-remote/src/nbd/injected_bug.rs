@@ -15,7 +15,7 @@ nowait::injected_bugs! {
         ReplayOverwritten,
         /// A durable write is not in the log, although earlier changes are.
         ForgetDurable,
-        /// What the server has not answered is answered when its connection is lost.
+        /// Requests that the server has not answered are answered when its connection is lost.
         AnswerUnanswered,
         /// Changes that overlap are with the server together.
         ForgetOverlap,

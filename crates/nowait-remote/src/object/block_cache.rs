@@ -55,7 +55,7 @@ impl BlockCache {
     /// The cache of the object at `place`, whose version is `identity`.
     ///
     /// # Errors
-    /// As [`CacheDirectory::open`].
+    /// Like [`CacheDirectory::open`].
     pub(super) fn open(
         options: &CacheOptions,
         place: &str,

@@ -91,7 +91,7 @@ impl<C: Connections> Clients<C> {
     }
 
     /// # Errors
-    /// As [`Client::request`].
+    /// Like [`Client::request`].
     pub(super) async fn request(
         &self,
         request: HttpRequest,

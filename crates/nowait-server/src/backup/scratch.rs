@@ -43,7 +43,7 @@ impl Scratch {
     /// Scratch in `storage`, of whose bytes at most `limit` are used.
     ///
     /// # Errors
-    /// As [`Storage::size`].
+    /// Like [`Storage::size`].
     pub(crate) fn new(storage: Arc<dyn Storage>, limit: u64) -> Result<Self, Error> {
         let options = OpenOptions::new().allocate_ahead(false);
         let disk: Arc<BlockDevice<dyn BlockMap>> =

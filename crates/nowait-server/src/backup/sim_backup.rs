@@ -26,7 +26,7 @@ impl SimBackup {
     /// `scratch` are used.
     ///
     /// # Errors
-    /// As [`Storage::size`] and [`BlockDevice::guarded`].
+    /// Like [`Storage::size`] and [`BlockDevice::guarded`].
     pub fn new(
         disk: &Disk,
         scratch: Arc<dyn Storage>,

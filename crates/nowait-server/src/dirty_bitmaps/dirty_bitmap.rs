@@ -310,7 +310,7 @@ impl DirtyBitmap {
     /// Marks as dirty what is dirty in `content`, which [`DirtyBitmap::save`] has written for a disk of `size` bytes.
     ///
     /// # Errors
-    /// Those of reading; `UnexpectedEof`: bits of the disk are missing.
+    /// The errnos of reading; `UnexpectedEof`: bits of the disk are missing.
     pub(super) fn load(&self, content: &mut dyn Read, size: u64) -> io::Result<()> {
         let needed = self.granules_of(size).div_ceil(u64::from(u64::BITS));
         let mut piece = vec![0; PIECE_BYTES];

@@ -213,7 +213,7 @@ impl DirtyBitmaps {
     /// Marks all of a bitmap as clean.
     ///
     /// # Errors
-    /// As [`DirtyBitmaps::remove`].
+    /// Like [`DirtyBitmaps::remove`].
     pub(crate) fn clear(&self, name: &str) -> Result<(), BitmapError> {
         self.named(name)?.clear_from(0);
         Ok(())
@@ -222,7 +222,7 @@ impl DirtyBitmaps {
     /// Has changes marked from now on, or no more.
     ///
     /// # Errors
-    /// As [`DirtyBitmaps::remove`].
+    /// Like [`DirtyBitmaps::remove`].
     pub(crate) fn set_enabled(&self, name: &str, enabled: bool) -> Result<(), BitmapError> {
         let list = lock(&self.list);
         list.find(name)?.is_enabled.store(enabled, Ordering::Relaxed);
@@ -233,7 +233,7 @@ impl DirtyBitmaps {
     /// Marks in `target` what is dirty in any of `sources`, of a disk of `size` bytes; these stay as they are.
     ///
     /// # Errors
-    /// As [`DirtyBitmaps::remove`], of any of the names: then nothing was merged.
+    /// Like [`DirtyBitmaps::remove`], of any of the names: then nothing was merged.
     pub(crate) fn merge(
         &self,
         target: &str,

@@ -215,7 +215,7 @@ impl SimulatedVhost {
     /// Like [`Simulated::new`].
     ///
     /// # Errors
-    /// As [`Simulated::new`].
+    /// Like [`Simulated::new`].
     pub fn new(
         disk: Arc<BlockDevice<dyn BlockMap>>,
         workers: WorkerPool,
@@ -285,7 +285,7 @@ impl SimulatedVhost {
     /// Like [`Simulated::run_once`].
     ///
     /// # Errors
-    /// As [`Simulated::run_once`].
+    /// Like [`Simulated::run_once`].
     pub fn run_once(&mut self, waits: bool) -> Result<(), Error> {
         self.thread.simulate_once(waits)
     }
@@ -321,7 +321,7 @@ impl SimulatedUblk {
     /// Like [`Simulated::new`], with `depth` tags and requests of at most `max_io_bytes` bytes.
     ///
     /// # Errors
-    /// As [`Simulated::new`].
+    /// Like [`Simulated::new`].
     pub fn new(
         disk: Arc<BlockDevice<dyn BlockMap>>,
         workers: WorkerPool,
@@ -392,7 +392,7 @@ impl SimulatedUblk {
     /// Like [`Simulated::run_once`].
     ///
     /// # Errors
-    /// As [`Simulated::run_once`].
+    /// Like [`Simulated::run_once`].
     pub fn run_once(&mut self, waits: bool) -> Result<(), Error> {
         self.thread.simulate_once(waits)
     }

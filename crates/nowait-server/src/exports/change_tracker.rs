@@ -1,4 +1,4 @@
-//! What changes on an export while its disk is copied.
+//! Changes of an export while its disk is copied.
 //!
 //! Invariant: a change that a client was told of is in the tracker, or was taken from it after the change had ended.
 

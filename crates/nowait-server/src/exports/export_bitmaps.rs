@@ -85,7 +85,7 @@ impl Exports {
     /// Marks all of a bitmap as clean. A change that ends after this has returned is marked.
     ///
     /// # Errors
-    /// As [`Exports::remove_bitmap`].
+    /// Like [`Exports::remove_bitmap`].
     pub fn clear_bitmap(&self, id: ExportId, name: &str) -> Result<(), BitmapError> {
         self.without_backup(id, name)?.bitmaps.clear(name)
     }
@@ -93,7 +93,7 @@ impl Exports {
     /// Has changes that end from now on marked in a bitmap, or no more.
     ///
     /// # Errors
-    /// As [`Exports::remove_bitmap`].
+    /// Like [`Exports::remove_bitmap`].
     pub fn enable_bitmap(
         &self,
         id: ExportId,
@@ -107,7 +107,7 @@ impl Exports {
     /// differ: what a dirty granule touches is dirty.
     ///
     /// # Errors
-    /// As [`Exports::remove_bitmap`], of any of the names; then nothing was merged.
+    /// Like [`Exports::remove_bitmap`], of any of the names; then nothing was merged.
     pub fn merge_bitmaps(
         &self,
         id: ExportId,

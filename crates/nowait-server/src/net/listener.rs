@@ -162,7 +162,7 @@ impl Listener {
     /// socket file is removed when this is dropped, as if it was bound here.
     ///
     /// # Errors
-    /// As [`Listener::inherited`]; those of lstat(2) on the socket file.
+    /// Like [`Listener::inherited`]; those of lstat(2) on the socket file.
     pub fn handed_over(socket: OwnedFd, is_own: bool) -> io::Result<Self> {
         let mut listener = Self::inherited(socket)?;
         if let (Some(path), Kind::Unix { own, .. }) = (listener.unix_path(), &mut listener.0)

@@ -69,7 +69,7 @@ impl Shared {
         self.pause_exports(vec![self.registered(id)?], deadline).map(PausedExport)
     }
 
-    /// As [`crate::Exports::pause_export`], of several.
+    /// Like [`crate::Exports::pause_export`], of several.
     pub(crate) fn pause_exports(
         self: &Arc<Self>,
         exports: Vec<Arc<RegisteredExport>>,

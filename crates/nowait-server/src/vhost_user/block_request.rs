@@ -195,7 +195,7 @@ impl RequestReader {
     /// The range of a discard or a write of zeroes; `None` unless its data are one range.
     ///
     /// # Errors
-    /// As [`RequestReader::copy_data`].
+    /// Like [`RequestReader::copy_data`].
     pub(crate) fn range(
         &self,
         memory: &GuestMemory,

@@ -75,7 +75,7 @@ impl GuestMemory {
     /// This memory and another region.
     ///
     /// # Errors
-    /// As [`GuestMemory::map`]; `ENOSPC`: there are [`MAX_REGIONS`].
+    /// Like [`GuestMemory::map`]; `ENOSPC`: there are [`MAX_REGIONS`].
     pub(crate) fn with(&self, address: RegionAddress, file: File) -> Result<Self, Error> {
         let mut regions = self.regions.clone();
         if regions.len() >= MAX_REGIONS {

@@ -207,7 +207,7 @@ impl Virtqueue {
     /// Whether the driver wants to be called for what has ended since this was asked last.
     ///
     /// # Errors
-    /// As [`Virtqueue::finish`].
+    /// Like [`Virtqueue::finish`].
     #[inline]
     pub(crate) fn wants_call(&mut self) -> Result<bool, Malformed> {
         // The driver sees the used index, or this thread the driver's newest wish.
@@ -231,7 +231,7 @@ impl Virtqueue {
     /// Has the driver kick for its next request. Returns whether there is one already.
     ///
     /// # Errors
-    /// As [`Virtqueue::finish`].
+    /// Like [`Virtqueue::finish`].
     #[inline]
     pub(crate) fn ask_for_kick(&mut self) -> Result<bool, Malformed> {
         let asked = self.queue.enable_notification(self.memory.bytes());

@@ -237,7 +237,7 @@ impl BackupSimulation {
     /// Ends the run: all that is in flight completes, and the whole of the backup is read.
     ///
     /// # Errors
-    /// As [`BackupSimulation::step`].
+    /// Like [`BackupSimulation::step`].
     pub fn end(&mut self) -> Result<(), Violation> {
         let mut random = Random::part(self.scenario.seed, u64::MAX - 1);
         self.settle(&mut random)?;

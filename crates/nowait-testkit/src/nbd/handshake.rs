@@ -94,7 +94,7 @@ pub fn export_request(name: &str) -> Vec<u8> {
 /// Enters the transmission phase with the default export; returns its size.
 ///
 /// # Errors
-/// As `read_size`.
+/// Like `read_size`.
 pub fn go(stream: &mut (impl Read + Write)) -> io::Result<u64> {
     send_option(stream, OPT_GO, &export_request(""))?;
     read_size(stream)
@@ -113,7 +113,7 @@ pub fn read_size(stream: &mut impl Read) -> io::Result<u64> {
 /// The replies to `option`, if it is known, before the acknowledgement.
 ///
 /// # Errors
-/// As `read_size`.
+/// Like `read_size`.
 pub(crate) fn read_replies(
     stream: &mut impl Read,
     option: Option<u32>,

@@ -157,7 +157,7 @@ impl<S: Read + Write> WireClient<S> {
     /// Sends an option; returns the replies before the acknowledgement.
     ///
     /// # Errors
-    /// As [`Self::choose`].
+    /// Like [`Self::choose`].
     pub fn option(&mut self, option: u32, data: &[u8]) -> io::Result<Vec<(u32, Vec<u8>)>> {
         self.stream.write_all(&option_bytes(option, data))?;
         read_replies(&mut self.stream, Some(option))

@@ -56,7 +56,7 @@ impl BlockingFile<AllocationCache> {
     /// fixed size, is opened by [`BlockDevice::open`].
     ///
     /// # Errors
-    /// As [`BlockDevice::open_file`].
+    /// Like [`BlockDevice::open_file`].
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
         Ok(Self::new(Arc::new(BlockDevice::open_file(path, options)?)))
     }
@@ -118,7 +118,7 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
     /// Reads into all of `bufs` in turn, in one transfer where the device allows it.
     ///
     /// # Errors
-    /// As [`BlockingFile::read_at`]; `EINVAL` for more than 1024 buffers (C04).
+    /// Like [`BlockingFile::read_at`]; `EINVAL` for more than 1024 buffers (C04).
     pub fn read_vectored_at(&self, bufs: &mut [IoSliceMut<'_>], pos: u64) -> Result<usize, Error> {
         let segments = bufs.iter_mut().map(|b| IoSegment { base: b.as_mut_ptr(), len: b.len() });
         self.run(Op::Read, Flags::NONE, pos, &segments.collect::<Vec<_>>())
@@ -139,7 +139,7 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
     /// Writes all of `bufs` in turn, in one transfer where the device allows it.
     ///
     /// # Errors
-    /// As [`BlockingFile::write_at`]; `EINVAL` for more than 1024 buffers (C04).
+    /// Like [`BlockingFile::write_at`]; `EINVAL` for more than 1024 buffers (C04).
     pub fn write_vectored_at(
         &self,
         bufs: &[IoSlice<'_>],

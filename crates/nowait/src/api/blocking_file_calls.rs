@@ -42,7 +42,7 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
     /// Sets the size of the file; what is new reads as zeros. It has no order with requests in flight.
     ///
     /// # Errors
-    /// As [`BlockDevice::set_len`](crate::BlockDevice::set_len).
+    /// Like [`BlockDevice::set_len`](crate::BlockDevice::set_len).
     pub fn set_len(&self, bytes: u64) -> Result<(), Error> {
         self.disk().set_len(bytes)
     }
@@ -50,7 +50,7 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
     /// Allocates storage for the holes in `range`, which still read as zeros.
     ///
     /// # Errors
-    /// As [`BlockDevice::allocate`](crate::BlockDevice::allocate).
+    /// Like [`BlockDevice::allocate`](crate::BlockDevice::allocate).
     pub fn allocate(&self, range: ByteRange, mode: Allocate) -> Result<(), Error> {
         self.disk().allocate(range, mode)
     }
@@ -58,7 +58,7 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
     /// Makes every write durable that returned before, and the file's metadata.
     ///
     /// # Errors
-    /// As [`BlockDevice::sync_all`](crate::BlockDevice::sync_all).
+    /// Like [`BlockDevice::sync_all`](crate::BlockDevice::sync_all).
     pub fn sync_all(&self) -> Result<(), Error> {
         self.disk().sync_all()
     }
@@ -66,7 +66,7 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
     /// The metadata of the file.
     ///
     /// # Errors
-    /// As [`BlockDevice::metadata`](crate::BlockDevice::metadata).
+    /// Like [`BlockDevice::metadata`](crate::BlockDevice::metadata).
     pub fn metadata(&self) -> Result<Metadata, Error> {
         self.disk().metadata()
     }
@@ -74,7 +74,7 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
     /// Locks the file against the handles that lock it, and waits for these.
     ///
     /// # Errors
-    /// As [`BlockDevice::lock`](crate::BlockDevice::lock).
+    /// Like [`BlockDevice::lock`](crate::BlockDevice::lock).
     pub fn lock(&self, lock: FileLock) -> Result<(), Error> {
         self.disk().lock(lock)
     }
@@ -82,7 +82,7 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
     /// Like [`BlockingFile::lock`], without waiting.
     ///
     /// # Errors
-    /// As [`BlockDevice::try_lock`](crate::BlockDevice::try_lock).
+    /// Like [`BlockDevice::try_lock`](crate::BlockDevice::try_lock).
     pub fn try_lock(&self, lock: FileLock) -> Result<(), Error> {
         self.disk().try_lock(lock)
     }
@@ -90,7 +90,7 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
     /// Ends the lock of this handle.
     ///
     /// # Errors
-    /// As [`BlockDevice::unlock`](crate::BlockDevice::unlock).
+    /// Like [`BlockDevice::unlock`](crate::BlockDevice::unlock).
     pub fn unlock(&self) -> Result<(), Error> {
         self.disk().unlock()
     }
@@ -99,7 +99,7 @@ impl<M: BlockMap + ?Sized> BlockingFile<M> {
     /// one.
     ///
     /// # Errors
-    /// As [`BlockDevice::link`](crate::BlockDevice::link).
+    /// Like [`BlockDevice::link`](crate::BlockDevice::link).
     pub fn link(&self, path: &Path) -> Result<(), Error> {
         self.disk().link(path)
     }

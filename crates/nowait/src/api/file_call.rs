@@ -79,7 +79,7 @@ async fn call<T: Send + 'static>(
 /// Like [`call`], with the result of the call itself.
 ///
 /// # Errors
-/// Those of the call; `EIO` if it has panicked, `ETIMEDOUT` after `timeout`.
+/// The errnos of the call; `EIO` if it has panicked, `ETIMEDOUT` after `timeout`.
 pub(crate) fn call_fallible<T: Send + 'static>(
     disk: HandleDisk,
     timeout: Option<Duration>,

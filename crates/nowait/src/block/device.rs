@@ -39,12 +39,12 @@ pub(crate) struct ReadAhead {
 }
 
 impl ReadAhead {
-    /// As [`AheadReads::note`], of a device whose end was last seen at byte `end`.
+    /// Like [`AheadReads::note`], of a device whose end was last seen at byte `end`.
     pub(crate) fn note(&self, range: ByteRange, end: u64) {
         self.reads.note(&self.source, range, end.max(range.end()));
     }
 
-    /// As [`AheadReads::serve`].
+    /// Like [`AheadReads::serve`].
     pub(crate) fn serve(
         &self,
         range: ByteRange,
@@ -94,7 +94,7 @@ impl BlockDevice<AllocationCache> {
     /// first; see [`BlockDevice::scan`].
     ///
     /// # Errors
-    /// As [`FileStorage::open`]; `EINVAL` for options of files, which make one or append.
+    /// Like [`FileStorage::open`]; `EINVAL` for options of files, which make one or append.
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
         options.check(true)?;
         let storage = Arc::new(FileStorage::open(path, options)?);
@@ -105,7 +105,7 @@ impl BlockDevice<AllocationCache> {
     /// so, and else with none; see [`BlockDevice::scan`]. Of `options` only those of the cache count.
     ///
     /// # Errors
-    /// As [`Storage::size`].
+    /// Like [`Storage::size`].
     pub fn raw(storage: Arc<dyn Storage>, options: OpenOptions) -> Result<Self, Error> {
         let map = AllocationCache::new(storage.size()?, options.cache_holes);
         let mut map = map.allocating_ahead(options.allocate_ahead);
@@ -127,7 +127,7 @@ impl BlockDevice<LinearMap> {
     /// Opens the image at `path` and treats every byte as mapped.
     ///
     /// # Errors
-    /// As [`BlockDevice::open`].
+    /// Like [`BlockDevice::open`].
     pub fn open_mapped(path: &Path, options: OpenOptions) -> Result<Self, Error> {
         options.check(true)?;
         let storage = Arc::new(FileStorage::open(path, options)?);
@@ -372,7 +372,7 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
         self.inode.as_ref().and_then(|_| self.primary.untorn())
     }
 
-    /// As [`Storage::drops_cached`], of all storages.
+    /// Like [`Storage::drops_cached`], of all storages.
     pub(crate) fn drops_cached(&self) -> bool {
         self.backing.is_empty() && self.primary.drops_cached()
     }
@@ -445,7 +445,7 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
     /// Why transfers of the device cannot be polled for (C48); `None` if they can.
     ///
     /// # Errors
-    /// As [`Uring::new`] and [`IoQueue::attach`].
+    /// Like [`Uring::new`] and [`IoQueue::attach`].
     pub fn polling_refusal(&self) -> Result<Option<&'static str>, Error> {
         let mut ring = Uring::new()?;
         let mut files = self.queue_files();

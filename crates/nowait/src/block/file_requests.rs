@@ -33,7 +33,7 @@ impl BlockDevice<AllocationCache> {
     /// bytes of one may be lost.
     ///
     /// # Errors
-    /// As [`FileStorage::open`], and the errno of open(2) and ftruncate(2) for a file that is made or
+    /// Like [`FileStorage::open`], and the errno of open(2) and ftruncate(2) for a file that is made or
     /// truncated: `EEXIST`, `EOPNOTSUPP` for an unnamed file where the file system has none. `EINVAL`
     /// for options that contradict each other, and for `cache_holes`.
     pub fn open_file(path: &Path, options: OpenOptions) -> Result<Self, Error> {
@@ -168,7 +168,7 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
     /// Ends the lock of this handle; without one it does nothing.
     ///
     /// # Errors
-    /// As [`BlockDevice::lock`].
+    /// Like [`BlockDevice::lock`].
     pub fn unlock(&self) -> Result<(), Error> {
         self.as_file()?.unlock()
     }

@@ -36,11 +36,11 @@ impl BlockDevice<dyn BlockMap> {
         self.guarded_by(guard, false)
     }
 
-    /// As [`BlockDevice::guarded`], for as long as the storage is open: no request of this device follows. It allocates
+    /// Like [`BlockDevice::guarded`], for as long as the storage is open: no request of this device follows. It allocates
     /// ahead if this one would.
     ///
     /// # Errors
-    /// As [`BlockDevice::guarded`].
+    /// Like [`BlockDevice::guarded`].
     pub fn always_guarded(
         self: Arc<Self>,
         guard: Arc<dyn WriteGuard>,

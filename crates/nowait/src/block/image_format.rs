@@ -20,7 +20,7 @@ pub trait ImageFormat: Send + Sync {
     /// it returns, the map reports the range as mapped.
     ///
     /// # Errors
-    /// As [`ImageFormat::read`]; `ENOSPC` when the file cannot grow.
+    /// Like [`ImageFormat::read`]; `ENOSPC` when the file cannot grow.
     fn write(&self, pos: u64, data: WriteCursor<'_>) -> Result<(), Error>;
 
     /// Deallocates storage of `range` (C52).
@@ -50,7 +50,7 @@ pub trait ImageFormat: Send + Sync {
     /// Appends at most `limit` extents from the start of `range` on.
     ///
     /// # Errors
-    /// As [`ImageFormat::read`].
+    /// Like [`ImageFormat::read`].
     fn status(
         &self,
         range: ByteRange,

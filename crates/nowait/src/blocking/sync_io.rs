@@ -291,7 +291,7 @@ fn read<M: BlockMap + ?Sized>(
 /// Fills all of `memory` from byte `pos` on.
 ///
 /// # Errors
-/// As [`read`]; `EIO` where storage ends before the device.
+/// Like [`read`]; `EIO` where storage ends before the device.
 fn read_all<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,
     pos: u64,
@@ -306,7 +306,7 @@ fn read_all<M: BlockMap + ?Sized>(
     }
 }
 
-/// As [`write`], with the range locked: shared if the request is `aligned`, so that it needs no
+/// Like [`write`], with the range locked: shared if the request is `aligned`, so that it needs no
 /// read-modify-write.
 fn write_locked<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,

@@ -33,7 +33,7 @@ pub(crate) struct Fragment {
     pub(crate) len: u64,
     /// Position of its first byte in `file`.
     pub(crate) pos: u64,
-    /// As [`crate::Extent::file`].
+    /// Like [`crate::Extent::file`].
     pub(crate) file: u16,
     pub(crate) kind: FragmentKind,
 }

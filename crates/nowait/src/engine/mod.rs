@@ -100,12 +100,12 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         Self::with_budgets(queue, workers, config, budgets)
     }
 
-    /// As [`Engine::new`], with buffers taken from `budget` in place of [`Config::buffer_bytes`].
+    /// Like [`Engine::new`], with buffers taken from `budget` in place of [`Config::buffer_bytes`].
     /// Other engines may share the budget; memory that one engine keeps for its next requests is
     /// not available to the others.
     ///
     /// # Errors
-    /// As [`Engine::new`].
+    /// Like [`Engine::new`].
     #[doc(hidden)]
     pub fn sharing(
         queue: Q,
@@ -198,7 +198,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         self.reap(&mut |_, _| {})
     }
 
-    /// As [`Engine::poll`]; events of watched descriptors go to `watched`.
+    /// Like [`Engine::poll`]; events of watched descriptors go to `watched`.
     ///
     /// # Errors
     /// As for [`Engine::poll`].

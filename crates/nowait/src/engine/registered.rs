@@ -82,10 +82,10 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         self.number_of(arena.memory()) != UNREGISTERED
     }
 
-    /// As [`Engine::submit_user_memory`] with one segment, which is a part of `arena`.
+    /// Like [`Engine::submit_user_memory`] with one segment, which is a part of `arena`.
     ///
     /// # Errors
-    /// As [`Engine::submit_user_memory`].
+    /// Like [`Engine::submit_user_memory`].
     ///
     /// # Safety
     /// As for [`Engine::submit_user_memory`].

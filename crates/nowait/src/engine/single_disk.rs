@@ -30,7 +30,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> SingleDisk<Q, M> {
     /// An engine to which `disk` is attached.
     ///
     /// # Errors
-    /// As [`Engine::new`] and [`Engine::attach`].
+    /// Like [`Engine::new`] and [`Engine::attach`].
     pub fn new(
         disk: Arc<BlockDevice<M>>,
         workers: WorkerPool,
@@ -56,33 +56,33 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> SingleDisk<Q, M> {
         &self.device
     }
 
-    /// As [`Engine::buffer`].
+    /// Like [`Engine::buffer`].
     #[inline]
     pub fn buffer(&mut self, range: ByteRange) -> Option<PooledBuffer> {
         self.engine.buffer(&self.device, range)
     }
 
-    /// As [`Engine::submit`].
+    /// Like [`Engine::submit`].
     ///
     /// # Errors
-    /// As [`Engine::submit`].
+    /// Like [`Engine::submit`].
     #[inline]
     pub fn submit(&mut self, io: Request, buf: PooledBuffer, tag: u64) -> Result<(), Rejected> {
         self.engine.submit(&self.device, io, buf, tag)
     }
 
-    /// As [`Engine::submit_no_data`].
+    /// Like [`Engine::submit_no_data`].
     ///
     /// # Errors
-    /// As [`Engine::submit_no_data`].
+    /// Like [`Engine::submit_no_data`].
     pub fn submit_no_data(&mut self, io: Request, tag: u64) -> Result<(), Rejected> {
         self.engine.submit_no_data(&self.device, io, tag)
     }
 
-    /// As [`Engine::submit_user_memory`].
+    /// Like [`Engine::submit_user_memory`].
     ///
     /// # Errors
-    /// As [`Engine::submit_user_memory`].
+    /// Like [`Engine::submit_user_memory`].
     ///
     /// # Safety
     /// As for [`Engine::submit_user_memory`].

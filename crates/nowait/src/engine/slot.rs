@@ -113,13 +113,13 @@ impl SlotSegments {
 /// Where the only transfer of a request moves its bytes; the request and its target say the rest.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
-    /// As [`crate::Transfer::base`].
+    /// Like [`crate::Transfer::base`].
     pub(crate) base: *mut u8,
     /// First byte in the file.
     pub(crate) pos: u64,
-    /// As [`crate::Transfer::buffer`].
+    /// Like [`crate::Transfer::buffer`].
     pub(crate) buffer: u16,
-    /// As [`crate::Transfer::segments`].
+    /// Like [`crate::Transfer::segments`].
     pub(crate) segments: u16,
 }
 

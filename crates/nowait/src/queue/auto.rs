@@ -64,7 +64,7 @@ impl QueueKind {
     /// A queue of this kind for the calling thread and for tokens below `slots`.
     ///
     /// # Errors
-    /// As [`AioThreadQueue::new`]; for [`QueueKind::Uring`] and [`QueueKind::Polled`] as
+    /// Like [`AioThreadQueue::new`]; for [`QueueKind::Uring`] and [`QueueKind::Polled`] as
     /// [`Uring::new`].
     pub fn open(self, slots: u32) -> Result<AnyQueue, Error> {
         let (kernel, refusal) = match self {

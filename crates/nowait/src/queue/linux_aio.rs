@@ -191,7 +191,7 @@ impl Aio {
         unsafe { self.drain_shared(usize::MAX, sink) }
     }
 
-    /// As [`Aio::drain`], at most `most` completions, while other threads submit.
+    /// Like [`Aio::drain`], at most `most` completions, while other threads submit.
     ///
     /// # Safety
     /// One thread drains at a time.

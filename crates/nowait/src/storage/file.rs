@@ -65,7 +65,7 @@ impl FileStorage {
     /// end is probed, where others may be writing.
     ///
     /// # Errors
-    /// As [`FileStorage::open`]; the errno of ftruncate(2) where `options` truncate.
+    /// Like [`FileStorage::open`]; the errno of ftruncate(2) where `options` truncate.
     pub(crate) fn open_file(path: &Path, options: OpenOptions) -> Result<Self, Error> {
         let mut opened = opening::open(path, options)?;
         if !opened.device && opened.align != Alignment::NONE {

@@ -59,7 +59,7 @@ pub trait Storage: Send + Sync {
     /// Like [`Storage::read`]; [`Flags::HIPRI`] is a hint, and the other flags do not concern reads.
     ///
     /// # Errors
-    /// As [`Storage::read`].
+    /// Like [`Storage::read`].
     fn read_with(
         &self,
         bufs: &mut [IoSliceMut<'_>],
@@ -100,7 +100,7 @@ pub trait Storage: Send + Sync {
     /// Makes `range` read as zeros and keeps its storage allocated.
     ///
     /// # Errors
-    /// As [`Storage::punch`].
+    /// Like [`Storage::punch`].
     fn zero(&self, range: ByteRange) -> Result<(), Error>;
 
     /// Allocates storage for the holes in `range`, which still read as zeros and are not data to

@@ -32,7 +32,7 @@ fn os(error: Errno) -> Error {
 /// Opens, or makes, the file at `path`; it is not truncated yet.
 ///
 /// # Errors
-/// As [`crate::FileStorage::open`].
+/// Like [`crate::FileStorage::open`].
 pub(crate) fn open(path: &Path, options: OpenOptions) -> Result<Opened, Error> {
     let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
     let flags = access | OFlags::CLOEXEC;

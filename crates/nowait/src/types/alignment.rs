@@ -73,7 +73,7 @@ impl Alignment {
         Self::probe(fd)
     }
 
-    /// As [`Alignment::of`] of a descriptor for direct I/O, where the process may not call statx(2). A file
+    /// Like [`Alignment::of`] of a descriptor for direct I/O, where the process may not call statx(2). A file
     /// has that of its largest probe: a smaller one that succeeds, at the end of an empty file for example,
     /// proves nothing.
     fn without_statx(fd: BorrowedFd<'_>) -> Result<Self, Error> {

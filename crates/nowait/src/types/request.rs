@@ -61,7 +61,7 @@ impl Flags {
     pub const HIPRI: Self = Self(1);
     /// Success means durable (C28); on the wire of a block protocol this is FUA.
     pub const DSYNC: Self = Self(2);
-    /// As [`Flags::DSYNC`], which it contains, and the other metadata of a file, such as its times, is
+    /// Like [`Flags::DSYNC`], which it contains, and the other metadata of a file, such as its times, is
     /// durable as well (C30).
     pub const SYNC: Self = Self(2 | 4);
     /// `EAGAIN` instead of a wait for anything but the device (C32).

@@ -80,12 +80,12 @@ impl BackingTables {
         self.run_from(pos, len, true, &mut 0)
     }
 
-    /// As [`BackingTables::lookup`], for a caller that does no I/O there: compressed clusters form
+    /// Like [`BackingTables::lookup`], for a caller that does no I/O there: compressed clusters form
     /// one run, and near tables of the following clusters are read in the same transfer. Returns
     /// last the number of reads.
     ///
     /// # Errors
-    /// As [`BackingTables::lookup`].
+    /// Like [`BackingTables::lookup`].
     pub(crate) fn scan(&self, pos: u64, len: u64) -> Result<(Cluster, u64, usize), Error> {
         let mut reads = 0;
         let (cluster, run) = self.run_from(pos, len, false, &mut reads)?;

@@ -429,7 +429,7 @@ impl<'a> BitmapEditor<'a> {
 /// Changes the bitmaps of the image in `file`, which is open for writing and that no request uses, if it has any.
 ///
 /// # Errors
-/// As [`BitmapEditor::open`]; those of `change`, and of the file.
+/// Like [`BitmapEditor::open`]; those of `change`, and of the file.
 pub(crate) fn change_bitmaps(
     file: &ImageFile,
     change: impl FnOnce(&mut BitmapEditor<'_>) -> io::Result<()>,
@@ -441,10 +441,10 @@ pub(crate) fn change_bitmaps(
     edit(file, &header, change)
 }
 
-/// As [`change_bitmaps`], also of an image without any.
+/// Like [`change_bitmaps`], also of an image without any.
 ///
 /// # Errors
-/// As [`change_bitmaps`].
+/// Like [`change_bitmaps`].
 pub(crate) fn edit(
     file: &ImageFile,
     header: &Header,

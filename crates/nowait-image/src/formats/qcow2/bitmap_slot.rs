@@ -79,7 +79,7 @@ pub(crate) fn write(
 /// power cut leaves the old ones, the new ones or none.
 ///
 /// # Errors
-/// As [`write`].
+/// Like [`write`].
 pub(crate) fn write_fields(
     file: &ImageFile,
     header: &Header,

@@ -61,7 +61,7 @@ impl Bitmap {
     /// The bitmaps with their entries.
     ///
     /// # Errors
-    /// As [`Bitmap::all`].
+    /// Like [`Bitmap::all`].
     pub(crate) fn with_entries(
         file: &ImageFile,
         header: &Header,

@@ -93,7 +93,7 @@ impl<'a> Editor<'a> {
     /// Opens the image of `layer`, whose file is open for writing.
     ///
     /// # Errors
-    /// As [`check_editable`].
+    /// Like [`check_editable`].
     pub(crate) fn open(layer: &'a Layer) -> Result<Self, ImageError> {
         let (file, header) = (&*layer.file, check_editable(layer)?);
         let failed = |error: io::Error| ImageError::os(file.path(), "read", &error);

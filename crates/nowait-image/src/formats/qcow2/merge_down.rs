@@ -34,7 +34,7 @@ enum Kind {
 /// to be emptied.
 ///
 /// # Errors
-/// As [`crate::commit::commit`].
+/// Like [`crate::commit::commit`].
 pub(crate) fn commit(
     layers: &[Layer],
     terms: &mut CommitTerms<'_>,

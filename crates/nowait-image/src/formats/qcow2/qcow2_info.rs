@@ -33,7 +33,7 @@ struct Qcow2Info {
 /// Reads the header from `file`, the image at path `image`.
 ///
 /// # Errors
-/// As [`Header::read`].
+/// Like [`Header::read`].
 pub(crate) fn read(
     file: &ImageFile,
     image: &Path,

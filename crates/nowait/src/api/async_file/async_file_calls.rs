@@ -24,7 +24,7 @@ impl AsyncFile {
     /// (C28).
     ///
     /// # Errors
-    /// As [`BlockingFile::append`](crate::BlockingFile::append). The buffer is given back.
+    /// Like [`BlockingFile::append`](crate::BlockingFile::append). The buffer is given back.
     pub fn append(
         &self,
         buffer: IoBuffer,
@@ -36,7 +36,7 @@ impl AsyncFile {
     /// Sets the size of the file; what is new reads as zeros. It has no order with requests in flight.
     ///
     /// # Errors
-    /// As [`BlockDevice::set_len`].
+    /// Like [`BlockDevice::set_len`].
     pub fn set_len(&self, bytes: u64) -> impl Future<Output = Result<(), Error>> + Send + use<> {
         self.call(move |disk| disk.set_len(bytes))
     }
@@ -44,7 +44,7 @@ impl AsyncFile {
     /// Allocates storage for the holes in `range`, which still read as zeros.
     ///
     /// # Errors
-    /// As [`BlockDevice::allocate`].
+    /// Like [`BlockDevice::allocate`].
     pub fn allocate(
         &self,
         range: ByteRange,
@@ -56,7 +56,7 @@ impl AsyncFile {
     /// Makes every write durable that had ended when this is first polled, and the file's metadata.
     ///
     /// # Errors
-    /// As [`BlockDevice::sync_all`].
+    /// Like [`BlockDevice::sync_all`].
     pub fn sync_all(&self) -> impl Future<Output = Result<(), Error>> + Send + use<> {
         self.call(|disk| disk.sync_all())
     }
@@ -64,7 +64,7 @@ impl AsyncFile {
     /// The metadata of the file.
     ///
     /// # Errors
-    /// As [`BlockDevice::metadata`].
+    /// Like [`BlockDevice::metadata`].
     pub fn metadata(&self) -> impl Future<Output = Result<Metadata, Error>> + Send + use<> {
         self.call(|disk| disk.metadata())
     }
@@ -73,7 +73,7 @@ impl AsyncFile {
     /// was opened by its path, and otherwise with the device (C87).
     ///
     /// # Errors
-    /// As [`BlockDevice::try_lock`].
+    /// Like [`BlockDevice::try_lock`].
     pub fn try_lock(&self, lock: FileLock) -> Result<(), Error> {
         self.shared.disk.try_lock(lock)
     }
@@ -81,7 +81,7 @@ impl AsyncFile {
     /// Ends the lock of this file and its clones.
     ///
     /// # Errors
-    /// As [`BlockDevice::unlock`].
+    /// Like [`BlockDevice::unlock`].
     pub fn unlock(&self) -> Result<(), Error> {
         self.shared.disk.unlock()
     }
@@ -90,7 +90,7 @@ impl AsyncFile {
     /// one.
     ///
     /// # Errors
-    /// As [`BlockDevice::link`].
+    /// Like [`BlockDevice::link`].
     pub fn link(&self, path: &Path) -> impl Future<Output = Result<(), Error>> + Send + use<> {
         let path = path.to_owned();
         self.call(move |disk| disk.link(&path))

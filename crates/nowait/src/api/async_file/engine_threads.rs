@@ -26,7 +26,7 @@ const MOST_THREADS: usize = 4;
 /// number there.
 ///
 /// # Errors
-/// As [`start`], if there is no thread yet.
+/// Like [`start`], if there is no thread yet.
 pub(crate) fn open(disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<(Arc<Channel>, u32), Error> {
     if fork_mark::is_child() {
         return Err(Error::new(libc::EOPNOTSUPP, Operation::SetUp));

@@ -139,7 +139,7 @@ impl AsyncFile {
     /// fixed size, is opened by [`BlockDevice::open`].
     ///
     /// # Errors
-    /// As [`BlockDevice::open_file`] and [`AsyncFile::new`].
+    /// Like [`BlockDevice::open_file`] and [`AsyncFile::new`].
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
         Self::of(HandleDisk::opened(Arc::new(BlockDevice::open_file(path, options)?)))
     }
@@ -167,7 +167,7 @@ impl AsyncFile {
     /// thread by [`AsyncFile::another`].
     ///
     /// # Errors
-    /// As [`AsyncFile::new`], and the error of `make`.
+    /// Like [`AsyncFile::new`], and the error of `make`.
     pub fn with_queue<Q: IoQueue>(
         disk: Arc<BlockDevice<dyn BlockMap>>,
         workers: WorkerPool,
@@ -276,7 +276,7 @@ impl AsyncFile {
     /// [`AsyncFile::read_at`].
     ///
     /// # Errors
-    /// As [`AsyncFile::read_at`]; `EINVAL` for more than 1024 buffers (C04).
+    /// Like [`AsyncFile::read_at`]; `EINVAL` for more than 1024 buffers (C04).
     pub fn read_vectored_at(
         &self,
         buffers: Vec<IoBuffer>,
@@ -289,7 +289,7 @@ impl AsyncFile {
     /// [`AsyncFile::write_at`].
     ///
     /// # Errors
-    /// As [`AsyncFile::write_at`]; `EINVAL` for more than 1024 buffers (C04).
+    /// Like [`AsyncFile::write_at`]; `EINVAL` for more than 1024 buffers (C04).
     pub fn write_vectored_at(
         &self,
         buffers: Vec<IoBuffer>,

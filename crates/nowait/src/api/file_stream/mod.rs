@@ -132,7 +132,7 @@ impl<F: StreamFile> FileStream<F> {
         Self::with_capacity(DEFAULT_CAPACITY, file)
     }
 
-    /// As [`FileStream::new`], with requests of up to `bytes`, rounded up to a multiple of 4096 and at most 16 MiB.
+    /// Like [`FileStream::new`], with requests of up to `bytes`, rounded up to a multiple of 4096 and at most 16 MiB.
     pub fn with_capacity(bytes: usize, file: F) -> Self {
         Self {
             file,

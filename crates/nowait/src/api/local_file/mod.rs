@@ -102,7 +102,7 @@ impl LocalAsyncFile {
     /// fixed size, is opened by [`BlockDevice::open`].
     ///
     /// # Errors
-    /// As [`BlockDevice::open_file`] and [`LocalAsyncFile::new`].
+    /// Like [`BlockDevice::open_file`] and [`LocalAsyncFile::new`].
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
         let disk = HandleDisk::opened(Arc::new(BlockDevice::open_file(path, options)?));
         Self::on(thread_engines::shared()?, disk)
@@ -124,7 +124,7 @@ impl LocalAsyncFile {
     /// engine by [`LocalAsyncFile::another`].
     ///
     /// # Errors
-    /// As [`Engine::new`] and [`LocalAsyncFile::new`].
+    /// Like [`Engine::new`] and [`LocalAsyncFile::new`].
     pub fn with_queue<Q: IoQueue + 'static>(
         disk: Arc<BlockDevice<dyn BlockMap>>,
         workers: WorkerPool,
@@ -138,7 +138,7 @@ impl LocalAsyncFile {
     /// The async API of another device, on the engine of this file.
     ///
     /// # Errors
-    /// As [`LocalAsyncFile::new`]; the queue's, if it has failed.
+    /// Like [`LocalAsyncFile::new`]; the queue's, if it has failed.
     pub fn another(&self, disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<Self, Error> {
         Self::on(self.state.engine.clone(), HandleDisk::given(disk))
     }
@@ -169,7 +169,7 @@ impl LocalAsyncFile {
         Self { flags: self.flags.with_priority(priority), ..self }
     }
 
-    /// The same file; each future of this handle that has not ended `timeout` after its first poll ends with
+    /// This file; each future of this handle that has not ended `timeout` after its first poll ends with
     /// `ETIMEDOUT`, and gives back an empty buffer: the request or call goes on as if its future had been dropped, so
     /// that a write or an append may or may not be done, and its memory is freed when the kernel has left it (C84).
     #[must_use]
@@ -217,7 +217,7 @@ impl LocalAsyncFile {
     /// [`LocalAsyncFile::read_at`].
     ///
     /// # Errors
-    /// As [`LocalAsyncFile::read_at`]; `EINVAL` for more than 1024 buffers (C04).
+    /// Like [`LocalAsyncFile::read_at`]; `EINVAL` for more than 1024 buffers (C04).
     pub fn read_vectored_at(
         &self,
         buffers: Vec<IoBuffer>,
@@ -230,7 +230,7 @@ impl LocalAsyncFile {
     /// [`LocalAsyncFile::write_at`].
     ///
     /// # Errors
-    /// As [`LocalAsyncFile::write_at`]; `EINVAL` for more than 1024 buffers (C04).
+    /// Like [`LocalAsyncFile::write_at`]; `EINVAL` for more than 1024 buffers (C04).
     pub fn write_vectored_at(
         &self,
         buffers: Vec<IoBuffer>,

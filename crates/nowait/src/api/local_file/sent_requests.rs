@@ -35,7 +35,7 @@ impl SentRequests {
     /// Adds a file, and returns its number.
     ///
     /// # Errors
-    /// As [`crate::Engine::attach`]; that of the queue if it has failed.
+    /// Like [`crate::Engine::attach`]; that of the queue if it has failed.
     pub(crate) fn open(&mut self, disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<u32, Error> {
         match self.failure {
             Some(error) => Err(error),

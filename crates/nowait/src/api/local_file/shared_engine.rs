@@ -142,7 +142,7 @@ impl SharedEngine {
     /// Makes the descriptor of `flag` the one that ends a `wait`.
     ///
     /// # Errors
-    /// As [`crate::Engine::watch`].
+    /// Like [`crate::Engine::watch`].
     pub(crate) fn watch(&self, flag: &Arc<WakeFlag>) -> Result<(), Error> {
         let mut watched = self.watched.borrow_mut();
         if watched.as_ref().is_some_and(|old| Arc::ptr_eq(old, flag)) {

@@ -60,7 +60,7 @@ impl LocalAsyncFile {
         self.drive(readable)
     }
 
-    /// As [`LocalAsyncFile::driver`], with any readiness.
+    /// Like [`LocalAsyncFile::driver`], with any readiness.
     pub(super) fn drive<R: Readiness>(
         &self,
         readiness: R,
