@@ -361,7 +361,7 @@ mod tests {
             let mut buf = pool.get((room, offset, len), |_, _| Some(7)).unwrap();
             let IoSegment { base, len: capacity } = buf.segment();
             assert_eq!((buf.len(), buf.capacity()), (len as usize, capacity));
-            assert!(capacity >= room && base as usize % BUFFER_ALIGN == 0);
+            assert!(capacity >= room && (base as usize).is_multiple_of(BUFFER_ALIGN));
             assert_eq!(buf.base() as usize - base as usize, offset);
             buf.fill(1);
             drop(buf);
