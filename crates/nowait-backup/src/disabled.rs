@@ -19,8 +19,8 @@ impl Keys {
         match recipients.is_empty() && files.is_empty() {
             true => Ok(None),
             false => Err(Error::at(
-                &"encryption",
-                "this program is built without the feature encryption",
+                &"age",
+                "this nowait was built without encryption (it is the cargo feature \"encryption\")",
             )),
         }
     }
