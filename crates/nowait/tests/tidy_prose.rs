@@ -15,7 +15,7 @@ const NO_NOUNS_IN_COMMENTS: usize = 9;
 /// "beside" in comments and texts.
 const BESIDE: usize = 276;
 /// "ends" and "ended", for which there are completes, closes, exits.
-const ENDS: usize = 1316;
+const ENDS: usize = 1320;
 
 fn sources_below(directory: &Path, files: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(directory).unwrap() {

@@ -195,7 +195,11 @@ fn in_file(
             });
             start += len;
         }
-    } else if input.op == Op::Read && input.own_room && direct.len == input.range.len {
+    } else if input.op == Op::Read
+        && input.own_room
+        && direct.len == input.range.len
+        && parts[0].0.wrapping_sub((direct.pos % block) as usize).is_multiple_of(MEMORY)
+    {
         fragments.push(fragment(FragmentKind::PaddedRead { skip: (direct.pos % block) as u32 }));
     } else {
         // Each bounce buffer holds whole blocks, and all but the last one is full.
