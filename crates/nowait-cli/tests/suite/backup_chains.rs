@@ -293,14 +293,11 @@ fn what_cannot_be_backed_up_or_restored_is_refused_in_one_line() {
     // A second backup while one is at work.
     let image = scratch.random("image", 8 * MIB, 6);
     let server = Server::start(&image, &["--limit-bandwidth", "1M"]);
+    let files = || fs::read_dir(chain).expect("the chain").count();
+    let before = files();
     let mut slow = start(&["backup", server.uri(), chain]);
-    let mut said = String::new();
-    wait_until("the first backup to have the lock", || {
-        let output = Command::new(NOWAIT).args(["backup", text(&disk), chain]).output();
-        said = String::from_utf8_lossy(&output.expect("nowait").stderr).into_owned();
-        !said.is_empty()
-    });
-    assert!(said.contains("another backup or prune") && said.lines().count() == 1, "{said}");
+    wait_until("the first backup to have the lock", || files() > before);
+    refusal(&["backup", text(&disk), chain]).says(&["another backup or prune"]);
     slow.kill().expect("a child");
     slow.wait().expect("a child");
     assert!(!Path::new(target).exists());
