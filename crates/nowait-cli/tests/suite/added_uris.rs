@@ -65,7 +65,7 @@ fn an_export_of_another_server_is_added_by_leave_snapshotted_and_handed_over() {
     assert!(client.read(0, DISK_BYTES as u32).expect("bytes") == disk);
     client.write(0, &[1; 4096]).expect("a write");
     let resized = it.command(&["export", "resize", "other", "+1M"]).fails();
-    assert!(resized.contains("its server"), "{resized}");
+    assert!(resized.contains("the server behind it"), "{resized}");
     let overlay = scratch.join("overlay.qcow2");
     it.command(&["export", "snapshot", "other", text(&overlay)]).succeeds();
     client.write(4096, &[2; 4096]).expect("a write into the overlay");

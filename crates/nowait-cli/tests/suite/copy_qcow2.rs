@@ -226,7 +226,7 @@ fn an_invalid_image_or_target_is_refused_and_no_file_is_left() {
     let target = scratch.join("target");
     for (from, to, options, words) in [
         (text(&damaged), text(&target), &[][..], &["damaged: qcow2 version"][..]),
-        (text(&source), text(&target), &["--from-format", "qcow2"], &["source: it is no qcow2"]),
+        (text(&source), text(&target), &["--from-format", "qcow2"], &["source: it is not a qcow2"]),
         (text(&source), server.uri(), &["-O", "qcow2"], &["made as a file only"]),
         (
             text(&huge),

@@ -241,7 +241,7 @@ fn an_inherited_descriptor_that_is_no_listening_socket_is_refused_by_its_name() 
         ("file", "it is not a socket"),
         ("udp", "neither a Unix nor a TCP socket"),
         (deaf.as_str(), "it does not listen for connections"),
-        (unseen.as_str(), "no path that clients could be told"),
+        (unseen.as_str(), "no path that clients could connect to"),
     ] {
         let refusal = refusal_under(&manager(&["tcp", what]), &["serve", &image]);
         refusal.says(&["descriptor 4 (name1)", why]);
