@@ -27,7 +27,7 @@ use crate::renewed_files;
 /// Files by which the kernel tells of devices, of mounts and of this process.
 const KERNEL_FILES: [&str; 6] =
     ["/proc/self", "/proc/swaps", "/sys/block", "/sys/class", "/sys/dev", "/sys/devices"];
-/// The name that tells one block device from others.
+/// Files that tell one block device from others.
 const FILES_OF_DEVICES: [&str; 2] = ["/dev/disk", "/proc/sys/kernel/random/boot_id"];
 /// Where the certificates of authorities are, in Debian, Fedora and others.
 const AUTHORITY_DIRECTORIES: [&str; 5] = [
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_is_written_to_and_nothing_beside_it() {
+    fn an_image_is_written_to_and_beside_it_only_the_bitmaps_of_a_raw_one() {
         let directory = tempfile::tempdir().unwrap();
         for (format, writable) in [Format::Raw, Format::Qcow2].into_iter().zip([true, false]) {
             let image = directory.path().join(format.name());
@@ -292,7 +292,10 @@ mod tests {
             let (mut files, mut expected) = (FileAccess::default(), FileAccess::default());
             images(&config, &[opened], &mut files);
             match writable {
-                true => expected.write(&image),
+                true => {
+                    expected.write(&image);
+                    expected.write(directory.path().join("raw.bitmaps.qcow2"));
+                }
                 false => expected.read(&image),
             }
             if format == Format::Qcow2 {
