@@ -13,7 +13,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::cancel::CancelFlag;
-use crate::program;
+use crate::other_programs;
 use crate::workload::{Direction, Order, Workload};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -35,7 +35,7 @@ pub(crate) struct FioResult {
 
 /// Its version line; `None` if it is not installed.
 pub(crate) fn version() -> Option<String> {
-    program::version(Path::new("fio")).ok()
+    other_programs::version(Path::new("fio")).ok()
 }
 
 /// How long it runs: in a shorter time than this it may complete no request.
@@ -81,7 +81,7 @@ pub(crate) fn run(
         })?;
     if !wait(&mut child, stop)? {
         let complaint = text(&mut complaint)?;
-        let last = program::last_line(&complaint).unwrap_or("failed without a word");
+        let last = other_programs::last_line(&complaint).unwrap_or("failed without a word");
         return Err(io::Error::other(format!("fio: {last}")));
     }
     // Some of its engines print messages before the JSON.

@@ -24,7 +24,7 @@ mod process_stats;
 mod cpus;
 mod cancel;
 mod machine;
-mod program;
+mod other_programs;
 mod test_file;
 mod server;
 mod args;

@@ -23,7 +23,7 @@ use crate::certificates::Certificates;
 use crate::cpus::Placement;
 use crate::error::Error;
 use crate::machine::Machine;
-use crate::program;
+use crate::other_programs;
 use crate::test_file::{Access, Format, Target};
 use crate::workload::{Caching, Conditions, Transport};
 
@@ -217,7 +217,7 @@ impl Program {
     /// Looks for `kind` at `path` if given, otherwise in PATH, and queries its version.
     pub(crate) fn find(kind: ServerKind, path: Option<&Path>) -> io::Result<Program> {
         let path = path.unwrap_or(Path::new(kind.name())).to_owned();
-        let version = program::version(&path)?;
+        let version = other_programs::version(&path)?;
         Ok(Program { kind, path, version })
     }
 
@@ -390,7 +390,7 @@ impl Server {
     pub(crate) fn last_message(&self) -> String {
         let log = fs::read(&self.log).unwrap_or_default();
         let log = String::from_utf8_lossy(&log);
-        program::last_line(&log).map(|line| format!(": {line}")).unwrap_or_default()
+        other_programs::last_line(&log).map(|line| format!(": {line}")).unwrap_or_default()
     }
 }
 

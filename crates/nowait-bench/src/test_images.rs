@@ -13,7 +13,7 @@ use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
 use crate::error::Error;
-use crate::program::is_installed;
+use crate::other_programs::is_installed;
 use crate::server::remove_if_there;
 use crate::test_file::{Format, Target, drop_cached, put_random, temporary_directory};
 

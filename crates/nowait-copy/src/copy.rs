@@ -11,7 +11,6 @@ use nowait_image::{ChainOptions, Compression, Format, ImageError};
 
 use crate::copy_loop::{Endpoints, Timing};
 pub use crate::copy_loop::{Phase, Progress};
-use crate::disk::{self, CopySource, CopyTarget};
 use crate::endpoint::{Capabilities, Endpoint};
 use crate::error::Error;
 use crate::first_bytes::first_bytes;
@@ -19,6 +18,7 @@ use crate::increment_target::{self, Increment, IncrementTerms};
 use crate::lost_ranges::Lost;
 use crate::nbd::Connecting;
 use crate::open::{OverwriteOptions, Target, TargetFormat, TargetKind};
+use crate::program_disk::{self, CopySource, CopyTarget};
 use crate::rescue::Rescue;
 use crate::transfer::Zeros;
 use crate::{open, transfer, verify};
@@ -81,6 +81,34 @@ pub struct Options {
 }
 
 impl Options {
+    /// A copy of all of `from` into `to`, a raw disk that is not in use, by one connection and one request in flight; zeros
+    /// are copied as data.
+    #[must_use]
+    pub fn new(from: CopySource, to: CopyTarget) -> Self {
+        Self {
+            from,
+            to,
+            from_format: None,
+            backing_dirs: Vec::new(),
+            backings: Vec::new(),
+            data_files: Vec::new(),
+            remote: RemoteOptions::default(),
+            to_format: Format::Raw,
+            to_format_given: false,
+            cluster_bytes: None,
+            compression: None,
+            increment: None,
+            force: false,
+            allow_mounted: false,
+            verify: false,
+            rescue: false,
+            connections: 1,
+            tls_certs: None,
+            requests: 1,
+            sparse_bytes: 0,
+        }
+    }
+
     /// How a source file is opened.
     fn chain_options(&self) -> Result<ChainOptions, Error> {
         let backings = nowait_remote::open_backings(&self.backings, &self.remote);
@@ -143,7 +171,7 @@ fn source(options: &Options, connecting: Connecting<'_>) -> Result<Box<dyn Endpo
         CopySource::At(location) => {
             open::source(location, options.chain_options()?, &options.remote, connecting)?
         }
-        CopySource::Disk(name, disk) => disk::source(name, disk.clone())?,
+        CopySource::Disk(name, disk) => program_disk::source(name, disk.clone())?,
     };
     Ok(if options.rescue { Box::new(Rescue::new(source)) } else { source })
 }
@@ -154,7 +182,7 @@ fn target(options: &Options, size: u64, connecting: Connecting<'_>) -> Result<Ta
     let location = match &options.to {
         CopyTarget::At(location) => location,
         CopyTarget::Disk(name, disk) => {
-            let endpoint = disk::target(name, disk, size)?;
+            let endpoint = program_disk::target(name, disk, size)?;
             return Ok(Target { endpoint, kind: TargetKind::Disk, is_zero: true });
         }
     };

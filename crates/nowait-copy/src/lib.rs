@@ -17,7 +17,7 @@ mod endpoint;
 mod file_endpoint;
 mod worker_endpoint;
 mod compressed_endpoint;
-mod disk;
+mod program_disk;
 mod object_endpoint;
 mod nbd;
 mod rescue;
@@ -32,7 +32,6 @@ mod copy;
 mod mirror;
 
 pub use copy::{Options, Phase, Progress, REQUEST_BYTES, Report, copy};
-pub use disk::{CopySource, CopyTarget, SourceDisk, TargetDisk};
 pub use error::Error;
 pub use increment_target::{Increment, IncrementTarget};
 pub use lost_ranges::Lost;
@@ -40,3 +39,4 @@ pub use mirror::{Mirror, MirrorPart, MirroredDisk};
 #[cfg(feature = "fuzz")]
 pub use nbd::fuzz;
 pub use nowait_remote::Location;
+pub use program_disk::{CopySide, CopySource, CopyTarget, SourceDisk, TargetDisk};

@@ -10,7 +10,6 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use nowait_copy::{CopySource, CopyTarget, Error, Location, Lost, Options, Progress, Report, copy};
-use nowait_image::Format;
 use nowait_testkit::Random;
 use server::{BLOCK_STATUS, READ, WRITE, correct_answer, failure, serve};
 
@@ -21,28 +20,8 @@ fn location(text: &str) -> Location {
 }
 
 fn options(from: &str, to: &str) -> Options {
-    Options {
-        from: CopySource::At(location(from)),
-        to: CopyTarget::At(location(to)),
-        from_format: None,
-        backing_dirs: Vec::new(),
-        backings: Vec::new(),
-        data_files: Vec::new(),
-        remote: Default::default(),
-        to_format: Format::Raw,
-        to_format_given: false,
-        cluster_bytes: None,
-        compression: None,
-        increment: None,
-        force: false,
-        allow_mounted: false,
-        verify: false,
-        rescue: false,
-        connections: 2,
-        tls_certs: None,
-        requests: 4,
-        sparse_bytes: 4096,
-    }
+    let (from, to) = (CopySource::At(location(from)), CopyTarget::At(location(to)));
+    Options { connections: 2, requests: 4, sparse_bytes: 4096, ..Options::new(from, to) }
 }
 
 fn run(from: &str, to: &str) -> Result<Report, Error> {

@@ -15,7 +15,7 @@ use nowait::{AsyncFile, Flags, IoBuffer, OpenOptions, durable_rename, sync_direc
 use object_store::path::Path;
 use object_store::*;
 
-/// The directory of objects that are being written, which is no part of the store.
+/// The directory of objects that are being written, which is not part of the store.
 const PARTIAL: &str = ".partial";
 const STORE: &str = "ObjectDirectory";
 

@@ -11,11 +11,11 @@ const OPENER_WORDS: [&str; 6] = ["What ", "That of ", "Those of ", "The same ", 
 /// Texts for users, in strings and help, with "is no X" for "is not an X"; "there is no X" is well.
 const NO_NOUNS_IN_TEXTS: usize = 11;
 /// "is no X" in comments.
-const NO_NOUNS_IN_COMMENTS: usize = 9;
+const NO_NOUNS_IN_COMMENTS: usize = 8;
 /// "beside" in comments and texts.
 const BESIDE: usize = 276;
 /// "ends" and "ended", for which there are completes, closes, exits.
-const ENDS: usize = 1320;
+const ENDS: usize = 1319;
 
 fn sources_below(directory: &Path, files: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(directory).unwrap() {

@@ -16,7 +16,7 @@ use tempfile::TempDir;
 use crate::bench::Bench;
 use crate::error::Error;
 use crate::machine::Machine;
-use crate::program::is_installed;
+use crate::other_programs::is_installed;
 use crate::report::{Entry, Report, Reporter};
 use crate::table::{aligned, ratio, strings};
 use crate::test_file::temporary_directory;

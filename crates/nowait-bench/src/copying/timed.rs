@@ -10,7 +10,7 @@ use std::os::fd::AsFd;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::program::last_line;
+use crate::other_programs::last_line;
 
 /// The times of one run.
 #[derive(Clone, Copy, Debug)]

@@ -93,6 +93,13 @@ pub(crate) struct NewPointArgs {
     #[command(flatten)]
     pub(crate) auth: AuthArgs,
 
+    #[command(flatten)]
+    pub(crate) transfer: TransferArgs,
+}
+
+/// The connection of a backup or a restore, and its report.
+#[derive(Debug, Args)]
+pub(crate) struct TransferArgs {
     /// For nbds: the directory with ca-cert.pem and, where the server asks for them, client-cert.pem and client-key.pem
     #[arg(long, value_name = "DIR")]
     pub(crate) tls_certs: Option<PathBuf>,
@@ -232,17 +239,8 @@ pub(crate) struct RestoreArgs {
     #[arg(short = 'O', long, value_name = "FORMAT", value_parser = parse_new_format)]
     to_format: Option<Format>,
 
-    /// For nbds: the directory with ca-cert.pem and, where the server asks for them, client-cert.pem and client-key.pem
-    #[arg(long, value_name = "DIR")]
-    pub(crate) tls_certs: Option<PathBuf>,
-
-    /// Show no progress bar, also on a terminal
-    #[arg(long)]
-    pub(crate) no_progress: bool,
-
-    /// Print one JSON object at the end, for scripts
-    #[arg(long)]
-    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) transfer: TransferArgs,
 }
 
 impl BackupArgs {
@@ -257,7 +255,7 @@ impl BackupArgs {
         if new.bitmap.is_some() && !is_export {
             return Err("--bitmap is for NBD exports, and DISK is none".into());
         }
-        if new.tls_certs.is_some() && !disk.asks_for_tls() {
+        if new.transfer.tls_certs.is_some() && !disk.asks_for_tls() {
             return Err("--tls-certs is for nbds:// and nbds+unix://, and DISK is neither".into());
         }
         new.others.check(new.format)

@@ -9,8 +9,6 @@ use nowait_backup::{
     Access, Chain, Keys, ListedPoint, NewPoint, PointDisk, PointHealth, PointInfo,
 };
 use nowait_copy::{CopySource, CopyTarget, Error, Location, Options, REQUEST_BYTES};
-use nowait_image::Format;
-use nowait_remote::RemoteOptions;
 use serde_json::{Value, json};
 
 use crate::args::backup_args::{BackupArgs, ChainAction, IdentityArgs, NewPointArgs, RestoreArgs};
@@ -90,29 +88,13 @@ fn open(
     Chain::open(directory, access, keys).map_err(|error| failed(&error))
 }
 
-/// A copy with nothing but its two sides.
+/// A copy of all of `from` into `to`, with the defaults of this command.
 fn options(from: CopySource, to: CopyTarget) -> Options {
     Options {
-        from,
-        to,
-        from_format: None,
-        backing_dirs: Vec::new(),
-        backings: Vec::new(),
-        data_files: Vec::new(),
-        remote: RemoteOptions::default(),
-        to_format: Format::Raw,
-        to_format_given: false,
-        cluster_bytes: None,
-        compression: None,
-        increment: None,
-        force: false,
-        allow_mounted: false,
-        verify: false,
-        rescue: false,
         connections: CONNECTIONS,
-        tls_certs: None,
         requests: REQUESTS,
         sparse_bytes: SPARSE_BYTES,
+        ..Options::new(from, to)
     }
 }
 
@@ -159,16 +141,16 @@ fn add(args: &NewPointArgs, disk: &Location, directory: &Path) -> Result<(), Cli
         backings: args.others.backing.clone(),
         data_files: args.others.data_file.clone(),
         remote: args.auth.options(),
-        tls_certs: args.tls_certs.clone(),
+        tls_certs: args.transfer.tls_certs.clone(),
         increment: point.increment(),
         ..options(CopySource::At(disk.clone()), to)
     };
-    let report = copy(&options, args.no_progress, &cancel)
+    let report = copy(&options, args.transfer.no_progress, &cancel)
         .map_err(|error| cancelled(&error, "interrupted, there is no new point"))?;
     let Some(info) = point.made() else { return Err(CliError::new("there is no new point")) };
     let (disk, directory) = (disk.to_string(), directory.display().to_string());
     let seconds = report.elapsed.as_secs_f64();
-    if args.json {
+    if args.transfer.json {
         let mut said = point_in_json(&info);
         said["disk"] = disk.into();
         said["directory"] = directory.into();
@@ -207,13 +189,13 @@ pub(crate) fn restore(args: &RestoreArgs) -> Result<(), CliError> {
         force: args.force,
         allow_mounted: args.allow_mounted,
         verify: args.verify,
-        tls_certs: args.tls_certs.clone(),
+        tls_certs: args.transfer.tls_certs.clone(),
         ..options(CopySource::Disk(name.clone(), disk), CopyTarget::At(args.to.clone()))
     };
-    let report = copy(&options, args.no_progress, &cancel)
+    let report = copy(&options, args.transfer.no_progress, &cancel)
         .map_err(|error| cancelled(&error, "interrupted, nothing is restored"))?;
     let (to, seconds) = (args.to.to_string(), report.elapsed.as_secs_f64());
-    if args.json {
+    if args.transfer.json {
         let said = json!({
             "from": name,
             "to": to,

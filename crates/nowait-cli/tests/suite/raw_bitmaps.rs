@@ -11,8 +11,10 @@ use nowait_testkit::{Random, require_tool, tool};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
+use crate::common::disk_with_bitmaps::{
+    QemuNbd, REGION, SIZE, Stored, USUAL, dirty, has_qemu, info,
+};
 use crate::common::loop_device::LoopDevice;
-use crate::common::stored::{QemuNbd, REGION, SIZE, Stored, USUAL, dirty, has_qemu, info};
 use crate::common::{Finished, MIB, NOWAIT, Server, accepted, refusal, text};
 use crate::upgrade::Upgraded;
 

@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use nowait_testkit::tool;
 use serde_json::json;
 
-use crate::common::stored::{REGION, Stored, USUAL, dirty, has_qemu, info, lost};
+use crate::common::disk_with_bitmaps::{REGION, Stored, USUAL, dirty, has_qemu, info, lost};
 use crate::common::{Finished, MIB, NOWAIT, accepted, refusal, text};
 
 /// Where a header has its autoclear bits.

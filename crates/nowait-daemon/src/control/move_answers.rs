@@ -16,10 +16,10 @@ use crate::disks::allowed_places::AllowedPlaces;
 use crate::disks::open_disk::Common;
 use crate::disks::served_disks::{ServedDisk, ServedDisks};
 use crate::moves::Tasks;
-use crate::moves::job::Job;
+use crate::moves::move_state::Job;
 use crate::moves::move_thread::MoveThread;
-use crate::moves::replica::Replica;
 use crate::moves::replica_thread::ReplicaThread;
+use crate::moves::replication_state::Replica;
 use crate::moves::target::{MoveTarget, MovedDisk};
 
 /// How long an export may be paused for the exchange, in milliseconds.

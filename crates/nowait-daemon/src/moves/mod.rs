@@ -3,10 +3,10 @@
 //! Invariant: until the exchange an export is served from where it was, whatever happens to the new place; a new file has
 //! its name only when it is complete. A task that has ended does not run again.
 
-pub(crate) mod job;
+pub(crate) mod move_state;
 pub(crate) mod target;
 pub(crate) mod move_thread;
-pub(crate) mod replica;
+pub(crate) mod replication_state;
 pub(crate) mod replica_thread;
 
 use std::collections::BTreeMap;

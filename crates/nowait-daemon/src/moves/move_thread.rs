@@ -19,7 +19,7 @@ use crate::disks::image_exchange::ImageExchange;
 use crate::disks::open_disk::OpenedDisk;
 use crate::disks::served_disks::ServedDisks;
 use crate::error::plain;
-use crate::moves::job::{End, Job, Stage};
+use crate::moves::move_state::{End, Job, Stage};
 use crate::moves::target::MoveTarget;
 use crate::moves::{Task, Tasks};
 

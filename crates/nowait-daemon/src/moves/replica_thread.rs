@@ -16,7 +16,7 @@ use nowait_server::{BackupEnd, BackupSpec, ChangeTracker, ExportId, Exports, scr
 use tracing::{info, warn};
 
 use crate::error::{os_message, plain};
-use crate::moves::replica::Replica;
+use crate::moves::replication_state::Replica;
 use crate::moves::{Task, Tasks};
 
 /// The most changed ranges that are copied before a flush.

@@ -7,7 +7,7 @@ mod guest;
 pub(crate) mod http_request;
 pub(crate) mod load;
 pub(crate) mod status_client;
-pub(crate) mod stored;
+pub(crate) mod disk_with_bitmaps;
 mod server;
 pub(crate) mod loop_device;
 

@@ -10,7 +10,7 @@ mod ring_files;
 mod reserved_numbers;
 mod iopoll;
 mod sleep;
-mod unsubmitted;
+mod unsubmitted_entries;
 
 use std::cell::OnceCell;
 use std::fmt;
@@ -397,7 +397,7 @@ unsafe impl IoQueue for Uring {
     /// The kernel cancels a transfer that waits for the file to be ready, or in its list of work, not one that a
     /// device has. Polled ones are left to it.
     fn cancel(&mut self, token: Token) {
-        unsubmitted::clear(&mut self.ring, token);
+        unsubmitted_entries::clear(&mut self.ring, token);
         // An error means that the ring accepts no entries any more; `submit` and `wait` return it, too.
         let _ = self.push_sqe(&opcode::AsyncCancel::new(token).build().user_data(RING_OWN));
     }

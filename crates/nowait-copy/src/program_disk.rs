@@ -1,6 +1,6 @@
 //! Disks that a program keeps in its own way, as the source or the target of a copy.
 //!
-//! Invariant: a target gets whole blocks, each at most once; what it gets no word of is as it was, or zero if the
+//! Invariant: a target gets whole blocks, each at most once; blocks that it does not get are as they were, or zero if the
 //! target begins as zeros.
 
 use std::fmt;
@@ -63,25 +63,22 @@ pub trait TargetDisk: Send + Sync + fmt::Debug {
     fn finish(&self) -> Result<(), String>;
 }
 
-/// The source of a copy.
-#[derive(Clone, Debug)]
-pub enum CopySource {
+/// The source or the target of a copy.
+#[derive(Debug)]
+pub enum CopySide<D: ?Sized> {
     /// An image, a block device, an export or an object.
     At(Location),
-    /// A disk of the program, and its name in errors.
-    Disk(String, Arc<dyn SourceDisk>),
+    /// A disk of the program, and its name in errors. As a target it is not read, so it cannot be verified.
+    Disk(String, Arc<D>),
 }
+
+/// The source of a copy.
+pub type CopySource = CopySide<dyn SourceDisk>;
 
 /// The target of a copy.
-#[derive(Clone, Debug)]
-pub enum CopyTarget {
-    /// A file, a block device, an export or an object.
-    At(Location),
-    /// A disk of the program, and its name in errors. It is not read, so it cannot be verified.
-    Disk(String, Arc<dyn TargetDisk>),
-}
+pub type CopyTarget = CopySide<dyn TargetDisk>;
 
-impl CopyTarget {
+impl<D: ?Sized> CopySide<D> {
     /// The path, if it is one.
     #[must_use]
     pub fn path(&self) -> Option<&Path> {
@@ -92,27 +89,16 @@ impl CopyTarget {
     }
 }
 
-impl CopySource {
-    /// The path, if it is one.
-    #[must_use]
-    pub fn path(&self) -> Option<&Path> {
+impl<D: ?Sized> Clone for CopySide<D> {
+    fn clone(&self) -> Self {
         match self {
-            Self::At(location) => location.path(),
-            Self::Disk(..) => None,
+            Self::At(location) => Self::At(location.clone()),
+            Self::Disk(name, disk) => Self::Disk(name.clone(), disk.clone()),
         }
     }
 }
 
-impl fmt::Display for CopySource {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::At(location) => location.fmt(f),
-            Self::Disk(name, _) => name.fmt(f),
-        }
-    }
-}
-
-impl fmt::Display for CopyTarget {
+impl<D: ?Sized> fmt::Display for CopySide<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::At(location) => location.fmt(f),
@@ -136,6 +122,19 @@ pub(crate) fn target(
     worker_endpoint::open(name.to_owned(), Target { disk: disk.clone(), size, block })
 }
 
+/// A disk of `size` bytes that takes whole blocks, and nothing but reads or writes.
+fn capabilities(size: u64, block: u64) -> Capabilities {
+    Capabilities {
+        size,
+        block,
+        alignment: block,
+        max_bytes: MAX_BYTES.max(block),
+        max_zero_bytes: 0,
+        has_status: false,
+        has_flush: false,
+    }
+}
+
 struct Source(Arc<dyn SourceDisk>);
 
 struct Target {
@@ -146,15 +145,8 @@ struct Target {
 
 impl WorkerDisk for Source {
     fn capabilities(&self) -> Capabilities {
-        Capabilities {
-            size: self.0.size(),
-            block: 1,
-            alignment: self.0.block_bytes(),
-            max_bytes: MAX_BYTES.max(self.0.block_bytes()),
-            max_zero_bytes: 0,
-            has_status: true,
-            has_flush: false,
-        }
+        let block = self.0.block_bytes();
+        Capabilities { block: 1, has_status: true, ..capabilities(self.0.size(), block) }
     }
 
     fn run(
@@ -182,15 +174,7 @@ impl WorkerDisk for Source {
 
 impl WorkerDisk for Target {
     fn capabilities(&self) -> Capabilities {
-        Capabilities {
-            size: self.size,
-            block: self.block,
-            alignment: self.block,
-            max_bytes: MAX_BYTES.max(self.block),
-            max_zero_bytes: 0,
-            has_status: false,
-            has_flush: false,
-        }
+        capabilities(self.size, self.block)
     }
 
     fn run(

@@ -8,14 +8,14 @@ use nowait_control::MoveInfo;
 
 use crate::moves::{Task, TaskState};
 
-/// The state of a move that has not ended, for who asks.
+/// The stage of a move that runs, as the control interface reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
     /// All of the disk is copied.
     Copying,
     /// Changes made meanwhile are copied again.
     Following,
-    /// The same, but its writers are faster than that.
+    /// Clients change the disk faster than it is copied.
     Behind,
     /// The export is paused.
     Pivoting,
