@@ -531,7 +531,7 @@ fn a_kill_at_any_moment_while_a_bitmap_is_added_leaves_a_whole_file_or_none() {
     let (_, log) = served_once(&it, &[]);
     assert!(!log.contains(NOT_USED) && !log.contains("inconsistent"), "{log}");
     if it.stored.exists() && require_tool("qemu-img") {
-        it.qemu_checks();
+        it.qemu_checks_after_kills();
     }
 }
 
