@@ -33,7 +33,7 @@ const COPIED_BYTES: u64 = 512 << 20;
 #[derive(Clone, Debug, Parser)]
 #[command(name = "nowait-bench", bin_name = "nowait bench", version, after_help = AFTER_HELP)]
 pub struct BenchArgs {
-    /// What to measure
+    /// Measurement to make
     #[arg(value_enum)]
     pub what: What,
 

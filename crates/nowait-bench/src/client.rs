@@ -69,7 +69,7 @@ impl ConnectOptions<'_> {
 pub(crate) enum Payload {
     /// Data that cannot be compressed.
     Random,
-    /// The same byte everywhere, which storage that compresses can handle cheaply. For measurements
+    /// One byte everywhere, which storage that compresses can handle cheaply. For measurements
     /// of the cost of a write in the server, not of a processor that emulates a disk.
     Plain,
 }

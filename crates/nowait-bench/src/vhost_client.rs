@@ -34,9 +34,9 @@ use crate::workload::{Direction, Workload};
 
 /// Descriptors of a queue, as QEMU has them by default.
 const QUEUE_SIZE: usize = 128;
-/// What the server has to offer: VERSION_1, PROTOCOL_FEATURES, EVENT_IDX, INDIRECT_DESC.
+/// Features that the server must offer: VERSION_1, PROTOCOL_FEATURES, EVENT_IDX, INDIRECT_DESC.
 const NEEDED: u64 = 1 << 32 | 1 << 30 | 1 << 29 | 1 << 28;
-/// What is used besides, if it is offered: MQ, FLUSH.
+/// Features that are used if they are offered: MQ, FLUSH.
 const WANTED: u64 = 1 << 12 | 1 << 9;
 /// Bytes of the capacity at the start of the configuration, which counts sectors.
 const CAPACITY_BYTES: u32 = 8;

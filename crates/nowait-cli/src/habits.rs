@@ -75,7 +75,7 @@ pub(crate) const OPTIONS: &[(&str, &[&str], &str)] = &[
     ("", &["-v", "--verbose"], "only 'nowait serve -v' has it; the version: 'nowait --version'"),
 ];
 
-/// The same for whole commands.
+/// Whole commands of other tools, with ours.
 pub(crate) const COMMANDS: &[(&[&str], &str)] = &[
     (&["convert", "cp", "dd"], "'nowait copy FROM TO'"),
     (&["server", "start", "run"], "'nowait serve IMAGE'"),

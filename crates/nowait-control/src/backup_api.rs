@@ -1,4 +1,4 @@
-//! What requests and answers about backups are made of.
+//! Requests and answers about backups.
 //!
 //! Invariant: as of the other parts of the interface.
 

@@ -105,7 +105,7 @@ impl Export {
         Self { faults: Arc::new(Faults::with_callback(Box::new(callback))), ..self }
     }
 
-    /// The same export of `disk`, which has the same bytes. Changes of it are allowed.
+    /// This export with `disk`, which has equal bytes. Changes of it are allowed.
     pub(crate) fn on_disk(&self, disk: Arc<BlockDevice<dyn BlockMap>>) -> Self {
         let export = Self::new(disk, self.name.clone(), self.description.clone());
         let (faults, bitmap_store) = (self.faults.clone(), self.bitmap_store.clone());

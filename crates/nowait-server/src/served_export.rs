@@ -366,7 +366,7 @@ mod tests {
         assert!(!admits(&exports, &first, 4096, 0));
         let second = exports.add_member(&mut engine, &shared(1)).unwrap();
         assert!(admits(&exports, &first, 2, 6) && !admits(&exports, &first, 3, 6));
-        // What one leaves is enough for a request of each other one.
+        // A member that leaves makes room for a request of each other one.
         assert!(admits(&exports, &second, 0, 1) && !admits(&exports, &second, 1, 1));
         assert!(!admits(&exports, &second, 0, 0));
         exports.remove_member(&second);

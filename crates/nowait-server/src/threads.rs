@@ -470,7 +470,7 @@ impl DeviceServer for ServedBy {
             run();
             shared.device_threads.fetch_sub(1, Ordering::AcqRel);
             shared.stop_without_sockets();
-            // As in `ThreadContext::run`.
+            // The receiver may be gone; see `ThreadContext::run`.
             let _ = shared.events.send(ThreadEvent::ThreadExited);
         };
         self.shared.device_threads.fetch_add(1, Ordering::AcqRel);

@@ -49,7 +49,7 @@ impl VhostServer {
         self.start_queues(image, scenario, &[])
     }
 
-    /// The same from the entries `bases` of the queues on, which have stopped there.
+    /// Starts the queues at the entries `bases`, where they have stopped.
     fn start_queues(
         &mut self,
         image: &Image,

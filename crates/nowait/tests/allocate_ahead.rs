@@ -88,7 +88,7 @@ fn sequential_writes_into_holes_need_few_workers_and_the_rest_is_given_back() {
     }
     let blocks = 8 * MIB / BLOCK;
     assert!(workers < blocks / 4, "{workers} of {blocks} writes went to a worker");
-    // What is unused is a hole to clients.
+    // Unused room is a hole to clients.
     assert!(allocated(&image.path) > 8 * MIB + 16 * BLOCK);
     let behind = ByteRange::new(8 * MIB, SIZE - 8 * MIB);
     assert!(disk.is_hole(behind));

@@ -117,7 +117,7 @@ fn buffers_of_an_arena_are_those_of_async_files_on_each_queue() {
             };
             let (done, buffer) = driver.block_on(local.write_at(data(3), pos, Flags::NONE));
             assert_eq!((done, buffer.len()), (Ok(len), len), "{kind:?}");
-            // The same memory reads from the other file what that has.
+            // One memory reads from the other file, too.
             assert_eq!(driver.block_on(shared.write_at(data(5), pos, Flags::NONE)).0, Ok(len));
             let (done, buffer) = driver.block_on(shared.read_at(buffer, pos));
             assert_eq!(done, Ok(len), "{kind:?}");

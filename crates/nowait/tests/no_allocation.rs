@@ -237,7 +237,7 @@ fn a_request_of_4_kib_allocates_nothing_in_any_api_of_one_thread() {
             for counted in of_one_thread(&path, kind, shape).unwrap_or_default() {
                 check(counted, shape != Shape::Aligned, &format!("LocalAsyncFile, {label}"));
             }
-            // What passes between the threads is allocated.
+            // Messages between the threads are allocated.
             let counted = of_several_threads(&path, kind, shape).unwrap_or_default();
             assert!(counted <= 2 * REQUESTS, "AsyncFile, {label}: {counted}");
         }

@@ -26,7 +26,7 @@ struct MemoryStorage {
     bad: u64,
     /// Reads and writes so far.
     transfers: AtomicUsize,
-    /// Those of them that were to be polled.
+    /// Requests that were to be polled.
     polled: AtomicUsize,
 }
 

@@ -6,16 +6,16 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Comments that open with a word that names nothing: a comment's first word is the noun it is about.
-const OPENERS: usize = 95;
+const OPENERS: usize = 0;
 const OPENER_WORDS: [&str; 6] = ["What ", "That of ", "Those of ", "The same ", "As ", "As,"];
 /// Texts for users, in strings and help, with "is no X" for "is not an X"; "there is no X" is well.
 const NO_NOUNS_IN_TEXTS: usize = 11;
 /// "is no X" in comments.
 const NO_NOUNS_IN_COMMENTS: usize = 8;
 /// "beside" in comments and texts.
-const BESIDE: usize = 276;
+const BESIDE: usize = 275;
 /// "ends" and "ended", for which there are completes, closes, exits.
-const ENDS: usize = 1319;
+const ENDS: usize = 1314;
 
 fn sources_below(directory: &Path, files: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(directory).unwrap() {

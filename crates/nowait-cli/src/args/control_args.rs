@@ -179,7 +179,7 @@ impl LimitArgs {
         config::limits(self.limit_iops, self.limit_bandwidth)
     }
 
-    /// The same of each client.
+    /// Limits of each client.
     pub(crate) fn limits_per_client(&self) -> Limits {
         config::limits(self.limit_iops_per_client, self.limit_bandwidth_per_client)
     }

@@ -90,7 +90,7 @@ pub(crate) fn run(args: &InfoArgs, location: &Location) -> Result<(), CliError> 
     })
 }
 
-/// What every storage says of itself.
+/// Facts that every storage has.
 fn gather(args: &InfoArgs, storage: Arc<dyn Storage>) -> Result<Facts, CliError> {
     let image = &args.image;
     let failed = |error: nowait::Error| CliError::at(image, os_message(&io::Error::from(error)));

@@ -95,7 +95,7 @@ fn ask(client: &Client) -> Result<Moment, ClientError> {
     Ok(Moment { at: Instant::now(), server, exports, connections: client.connections()? })
 }
 
-/// What each export has done between two moments.
+/// Work of each export between two moments.
 fn loads(before: &Moment, now: &Moment) -> Vec<Load> {
     let seconds = (now.at - before.at).as_secs_f64().max(1e-3);
     let old = |id| before.exports.iter().find(|export| export.id == id);

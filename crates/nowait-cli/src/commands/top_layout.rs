@@ -131,7 +131,7 @@ impl View<'_> {
     }
 }
 
-/// What the column `title` has of `load`.
+/// Text of `load` in the column `title`.
 fn figure(load: &Load, title: &str) -> String {
     match title {
         "REQUESTS/S" => format!("{:.0}", load.requests_per_second),

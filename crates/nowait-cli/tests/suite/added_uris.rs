@@ -29,7 +29,7 @@ fn connect(server: &Upgraded, name: &str) -> Client {
     Client::connect_to(&server.socket(), name, Mode::Structured).expect("a connection")
 }
 
-/// What the server says of all of `what`.
+/// The server's answer to a command, as JSON.
 fn told(server: &Upgraded, arguments: &[&str]) -> Value {
     let json = server.command(arguments).arg("--json").succeeds();
     serde_json::from_str(&json).expect("JSON")

@@ -45,7 +45,7 @@ fn two_devices_are_read_side_by_side_and_keep_every_byte() {
         assert_eq!(names, [Some(first.0.as_str()), Some(second.0.as_str())]);
         let iops = |cell: &Value| cell["iops"]["median"].as_f64().expect("a figure");
         assert!(cells.iter().all(|cell| iops(cell) > 0.0), "{row}");
-        // That of the first device, divided by that of the second.
+        // The gain is the first device's rate divided by the second's.
         let gain = cells[1]["gain"].as_f64().expect("a ratio");
         assert!((gain - iops(&cells[0]) / iops(&cells[1])).abs() < 1e-6, "{row}");
     }

@@ -69,7 +69,7 @@ impl Cluster {
         format!("rbd:rbd/{name}:conf={}", text(&self.conf))
     }
 
-    /// What is in the image, as Ceph's own program reads it.
+    /// Bytes of the image, as Ceph's own program reads them.
     pub(crate) fn export(&self, name: &str) -> Vec<u8> {
         let file = Scratch::new();
         let path = file.join("exported");

@@ -1,4 +1,4 @@
-//! What the control interface takes of a request, on both sides of each bound.
+//! Bounds of a request to the control interface, from both sides.
 //!
 //! Invariant: requests are written byte by byte, as no client would send most of them.
 

@@ -24,7 +24,7 @@ use crate::common::{MIB, NOWAIT, PYTHON, Scratch, Server, require_tool, skip, te
 use crate::log_messages::await_line;
 use crate::upgrade::{Upgraded, runs};
 
-/// What makes SIGHUP a reload, wherever the tests run.
+/// A prefix that makes SIGHUP a reload, wherever the tests run.
 pub(crate) const NO_TERMINAL: [&str; 3] = ["setsid", "env", "--default-signal=HUP"];
 
 /// A server in the background.

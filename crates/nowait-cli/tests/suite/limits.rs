@@ -295,7 +295,7 @@ fn writes_that_never_end_on_many_exports_hold_up_no_client_of_any_export() {
                 let stream = client.stream();
                 stream.write_all(&request.bytes()).expect("a socket");
                 stream.set_nonblocking(true).expect("a socket");
-                // As much as the server takes: all but the end, or less where it has no memory for it.
+                // All but the end is sent, or less where the server has no memory for it.
                 let (data, mut sent) = (vec![7; 64 << 10], 0);
                 let mut waits = 0;
                 while sent < LONGEST_BYTES - data.len() && waits < 200 {
@@ -332,7 +332,7 @@ fn writes_that_never_end_on_many_exports_hold_up_no_client_of_any_export() {
 fn replies_that_are_never_read_leave_memory_for_the_longest_request_of_another_client() {
     let scratch = Scratch::new();
     let server = Server::start(&scratch.random("disk", 33 * MIB, MIB), &[]);
-    // As many as get memory at the same moment, and a few that wait for it.
+    // Enough clients that some get memory simultaneously, and a few wait for it.
     let mut unread: Vec<Client> = (0..UNREAD).map(|_| server.connect()).collect();
     for client in &mut unread {
         let read = RawRequest::read(0, LONGEST_BYTES as u32);

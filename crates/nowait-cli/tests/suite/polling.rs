@@ -82,7 +82,7 @@ fn serve_poll_takes_no_interrupts_of_nvme_and_refuses_what_cannot_be_polled() {
     }
     let [polled, by_interrupt] = ["nvme--poll", "nvme"].map(|way| counts_of(&console, way));
     println!("requests and interrupts: polled {polled:?}, else {by_interrupt:?}");
-    // What is left are the probes and syncs of the server's start and end.
+    // The server's start and stop make a few requests of their own: probes and syncs.
     assert!(polled.requests > 100 && polled.interrupts * 10 < polled.requests, "{polled:?}");
     assert!(by_interrupt.interrupts > 3 * polled.interrupts, "{by_interrupt:?}, {polled:?}");
 }

@@ -34,7 +34,7 @@ fn write(path: &Path, text: &str) {
 fn a_token_that_is_replaced_while_a_confined_server_serves_costs_no_error() {
     let (store, object) = site("authorization", "Bearer one");
     let scratch = Scratch::new();
-    // As Kubernetes has its tokens: a link to a directory that is replaced.
+    // Kubernetes keeps its tokens so: behind a link to a directory that is replaced.
     let [file, new, data] = ["token", "new", "data"].map(|name| scratch.join(name));
     fs::create_dir(&data).unwrap();
     write(&data.join("token"), "one\n");

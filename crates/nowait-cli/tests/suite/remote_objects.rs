@@ -154,7 +154,7 @@ fn an_overlay_is_served_on_no_other_version_of_its_object_than_that_it_was_made_
     }
     let refused = refusal(&["serve", text(&other), "--backing", &url]);
     refused.says(&["another version"]);
-    // As the line says.
+    // The remedy that the line names.
     unmark().unwrap();
     Server::start(&other, &["--backing", &url]).stop();
 }
@@ -212,7 +212,7 @@ fn a_bucket_of_another_region_is_refused_with_the_region_that_opens_it() {
     store.script().signer = Some(signer("eu-west-1"));
     let refused = refusal_under(&environment, &["info", URL]);
     refused.says(&["another region (400 AuthorizationHeaderMalformed; AWS_REGION=eu-west-1)"]);
-    // As a server of another region of S3 answers.
+    // A server of another region of S3 answers so.
     let header = "x-amz-bucket-region: eu-west-1\r\n";
     let body = "<Error><Code>PermanentRedirect</Code></Error>";
     store.script().lies.push_back(Lie::Status(301, header, body));

@@ -50,7 +50,7 @@ fn a_confined_server_reads_through_a_tunnel_what_is_encrypted() {
 fn the_proxy_of_a_request_in_the_clear_reads_it() {
     let url = "http://store.example/disk.img";
     let object = Random::from_seed(seed()).bytes(2 * MIB as usize);
-    // As a proxy gets it: with the name of the server.
+    // A proxy gets the whole URL, with the name of the server.
     let proxy = WebServer::start(object.clone(), url);
     let named = format!("ALL_PROXY={}", proxy.root());
     let server = Server::start_under(&["env", &named], Path::new(url), &["--read-only"]);

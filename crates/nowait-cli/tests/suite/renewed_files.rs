@@ -54,7 +54,7 @@ fn by_a_new_file(directory: &Path, content: &str) {
     fs::rename(directory.join("new"), directory.join(NAME)).expect("another file");
 }
 
-/// As a volume of Kubernetes has it, with its mode: `NAME` leads to `..data/NAME`, and `..data` to the newest directory.
+/// Replaces a file the way a volume of Kubernetes does, with its mode: `NAME` leads to `..data/NAME`, and `..data` to the newest directory.
 fn by_a_new_link(directory: &Path, content: &str) {
     fs::set_permissions(directory, fs::Permissions::from_mode(0o1777)).expect("a mode");
     let before = fs::read_link(directory.join("..data"));

@@ -226,7 +226,7 @@ fn a_qcow2_disk_in_use_grows_and_shrinks_and_a_raw_one_shrinks() {
             assert!(new.read(2047 * MIB, 4096).expect("bytes") == bytes(2, 4096));
             it.export(&["resize", "@0", "-2016M", "--shrink"]).succeeds();
             assert_eq!(it.size(), 32 * MIB);
-            // What a client was told is no longer there (C53).
+            // Room that a client was told of is gone (C53).
             let write = Request::Write { offset: 2047 * MIB, data: vec![1; 512], fua: false };
             assert_eq!(new.call(&write), Err(28), "ENOSPC");
             it.export(&["resize", "@0", "+32M"]).succeeds();

@@ -187,7 +187,7 @@ fn a_request_that_waits_for_long_is_told_while_it_waits_and_when_it_ends() {
         let took = await_line(&server, " took ");
         let expected = format!(": write of {BLOCK_BYTES} bytes at byte 0 took ");
         assert!(took.starts_with("nowait: warning: ") && took.contains(&expected), "{took}");
-        // What is quick is not told.
+        // A quick request is not logged.
         client.read(0, BLOCK_BYTES).expect("bytes");
         assert_eq!(server.log().matches(" took ").count(), 1, "{}", server.log());
         server.stop();

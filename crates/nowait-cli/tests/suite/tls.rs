@@ -93,7 +93,7 @@ fn secret<S: Read + Write>(stream: S, directory: &Path) -> Secret<S> {
     secret_by(rustls::ALL_VERSIONS, stream, directory)
 }
 
-/// The same with only `versions` of TLS.
+/// [`secret`] with only `versions` of TLS.
 fn secret_by<S: Read + Write>(
     versions: &[&'static SupportedProtocolVersion],
     stream: S,

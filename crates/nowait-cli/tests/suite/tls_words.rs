@@ -1,4 +1,4 @@
-//! What a user is told of TLS: how certificates are made, and why some are refused.
+//! Messages about TLS: how certificates are made, and why some are refused.
 //!
 //! Invariant: certificates are made by openssl, by the lines of docs/operating.md or by those that
 //! others have from elsewhere; no message has a name of Rust in it.

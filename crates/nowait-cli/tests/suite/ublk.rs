@@ -87,7 +87,7 @@ cat /data/out
 ls /dev/ublkb5 2>/dev/null || echo "guest: no node"
 "#;
 
-/// What the driver can do; a server that ends while its node is in use, and nodes that are taken away from servers.
+/// Features of the driver; a server that exits while its node is in use, and nodes that are taken away from servers.
 const LEFT: &str = r#"
 load ublk_drv
 /test/nowait ublk features
@@ -133,7 +133,7 @@ user /test/nowait ublk stop 0 && wait $server && echo "guest: the user's server 
 /test/nowait ublk list | wc -l
 "#;
 
-/// What newer drivers can do: a size that changes, a hand-over in which no request is done twice, and
+/// Features of newer drivers: a size that changes, a hand-over in which no request is done twice, and
 /// a stop that no opener can be hidden from.
 const NEWER: &str = r#"
 load ublk_drv; load loop
@@ -303,7 +303,7 @@ impl Scene {
         self.guest.run(&format!("{BEGIN}{script}\npoweroff -f\n"), &programs, &devices)
     }
 
-    /// The same once more if the driver hangs. That of Linux 6.12 does sometimes on a busy machine,
+    /// Runs `script` once more if the driver hangs. Linux 6.12's does sometimes on a busy machine,
     /// when a server ends while its node is in use: no program gets an answer from it then, nor ends.
     fn run_past_hangs(&self, script: &str) -> String {
         let console = self.run(script);

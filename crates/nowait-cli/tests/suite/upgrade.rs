@@ -51,7 +51,7 @@ impl Upgraded {
         Self::start_under(&[], format, extra)
     }
 
-    /// The same with the command prefix `wrapper`, which must end in exec.
+    /// Starts with the command prefix `wrapper`, which must end in exec.
     fn start_under(wrapper: &[&str], format: &str, extra: &[&str]) -> Self {
         let scratch = Scratch::new();
         let (image, control) = (scratch.join("disk"), scratch.join("control"));

@@ -108,7 +108,7 @@ fn log_of(mut server: Server) -> String {
     server.log()
 }
 
-/// As QEMU does without `share=on`: it sends no table of memory, and starts the queues.
+/// QEMU without `share=on`: it sends no table of memory, and starts the queues.
 fn start_without_memory(socket: &Path) {
     let mut vmm = Vmm::connect(socket);
     vmm.negotiate(PROTOCOL_FEATURES);

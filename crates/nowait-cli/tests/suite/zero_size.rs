@@ -141,7 +141,7 @@ fn a_disk_of_no_bytes_grows_and_is_written_to_then_but_no_disk_shrinks_to_none()
         if format == "qcow2" {
             assert!(accepted(&["check", &image]).starts_with("no errors were found"));
         }
-        // As qemu-img: "New image size must be positive".
+        // qemu-img says: "New image size must be positive".
         refusal(&["resize", &image, "-1M", "--shrink"]).says(&["at least one byte"]);
     }
 }

@@ -93,7 +93,7 @@ impl NamedExport {
 
 /// Whether `image` is a URI.
 fn is_remote(image: &OsStr) -> Result<bool, String> {
-    // What is missing before or behind an equals sign is told with the form.
+    // A missing part before or behind an equals sign is refused with the form.
     let location = Location::parse(&image.to_owned());
     Ok(!image.is_empty() && location?.path().is_none())
 }

@@ -147,7 +147,7 @@ fn refused(exports: &Exports, ids: &[ExportId], error: &BackupError) -> ControlE
     }
 }
 
-/// The same refusal, of an export.
+/// Puts the name of an export in front of the reason.
 fn named(error: ControlError, of: &str) -> ControlError {
     let add = |why: String| format!("{of}{why}");
     match error {

@@ -111,7 +111,7 @@ pub(crate) fn bind(
             }
         },
     };
-    // What others may do with the socket: nothing. The interface also asks who connects.
+    // Others have no access to the socket. The interface also checks who connects.
     let bound = Listener::unix(&path).and_then(|listener| {
         fs::set_permissions(&path, Permissions::from_mode(0o600)).map(|()| listener)
     });

@@ -1,4 +1,4 @@
-//! What the control interface does with the dirty bitmaps of an export: in memory, and in its image.
+//! Dirty bitmaps of an export behind the control interface: in memory, and in its image.
 //!
 //! Invariant: a bitmap that is stored in the image has there what it has in memory, or more, before a change is answered.
 

@@ -96,7 +96,7 @@ fn write_new(path: &Path) -> io::Result<String> {
     let mut bytes = [0; 32];
     File::open("/dev/urandom")?.read_exact(&mut bytes)?;
     let text: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
-    // That of a server which was killed: the port is this one's.
+    // A file that is there belonged to a server which was killed: the port is this one's.
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
@@ -124,7 +124,7 @@ mod tests {
             OpenOptions::new().write(true).create_new(true).mode(0o600).open(&file).unwrap();
         writeln!(new, "0123456789abcdef").unwrap();
         read(&file).unwrap();
-        // As Kubernetes has its secrets.
+        // Kubernetes keeps its secrets so.
         let (link, twice) = (directory.path().join("link"), directory.path().join("twice"));
         symlink(directory.path().join("file"), &link).unwrap();
         symlink("link", &twice).unwrap();

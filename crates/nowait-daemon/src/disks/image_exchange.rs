@@ -224,7 +224,7 @@ impl ImageExchange<'_> {
             let handed_over = || copies(&served.disk.image).map(HandedOver::new);
             let open = ChainOptions { handed_over: handed_over()?, ..options.clone() };
             let changed = Chain::open(&named.image, &open).and_then(|chain| change(&chain));
-            // What the open image knows of its file may be wrong now, also if this has failed.
+            // The open image may have outdated metadata of its file now, also if this has failed.
             let reopened = handed_over()
                 .and_then(|handed_over| {
                     let open = ChainOptions { handed_over, ..options.clone() };

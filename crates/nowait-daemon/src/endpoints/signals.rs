@@ -75,7 +75,7 @@ fn is_ignored(signal: i32) -> bool {
 
 /// Whether this process has a controlling terminal, which it loses when that is closed.
 fn has_terminal() -> bool {
-    // As tty(4) says: the open fails with ENXIO where there is none.
+    // The open fails with ENXIO where there is none (tty(4)).
     std::fs::File::open("/dev/tty").is_ok()
 }
 

@@ -138,7 +138,7 @@ fn ruleset(files: &FileAccess) -> Result<Option<OwnedFd>, RulesetError> {
         ruleset = ruleset.add_rule(NetPort::new(*port, AccessNet::ConnectTcp))?;
     }
     for (path, access) in &files.paths {
-        // What is not there needs no access.
+        // A missing path needs no access.
         let Ok(found) = PathFd::new(path) else { continue };
         if path.starts_with("/proc") {
             keep_open(&found);

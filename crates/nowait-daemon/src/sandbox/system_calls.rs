@@ -120,7 +120,7 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_rt_sigprocmask,
     libc::SYS_rt_sigreturn,
     libc::SYS_sigaltstack,
-    // What the process asks about itself.
+    // Facts of the process itself.
     libc::SYS_getpid,
     libc::SYS_setsid,
     libc::SYS_getppid,

@@ -193,7 +193,7 @@ fn send_drained(
     channel.send(&drained, &bytes, &files, deadline).map_err(|error| lost(&error))
 }
 
-/// What tells of `device`, whose files are appended to `files`.
+/// The message about `device`, whose files are appended to `files`.
 fn device_message<'a>(
     export: usize,
     device: &'a PausedDevice,

@@ -117,7 +117,7 @@ pub fn write_table(chain: &Chain, out: &mut impl Write) -> Result<(), ImageError
         if !entry.data || entry.zero {
             return Ok(());
         }
-        // As printf's %#x, which writes 0 without a prefix.
+        // Like printf's %#x, which writes 0 without a prefix.
         let number = |n: u64| if n == 0 { "0".to_owned() } else { format!("{n:#x}") };
         let place = entry.offset.map_or("-".to_owned(), number);
         let file = chain.layers().get(entry.depth).and_then(|layer| layer.data.get(entry.file));

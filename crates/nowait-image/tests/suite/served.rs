@@ -191,7 +191,7 @@ fn an_image_that_cannot_be_served_is_refused_in_one_line_and_left_alone() {
     assert!(fs::read(images.path()).unwrap() == before);
 }
 
-/// As in a server that ends by exit(2), where threads still have the device.
+/// A server that ends by exit(2) has threads that still use the device.
 #[test]
 fn a_raw_image_that_is_closed_takes_no_space_that_was_allocated_ahead() {
     const WRITTEN: u64 = 8 << 20;

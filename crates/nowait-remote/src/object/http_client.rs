@@ -334,7 +334,7 @@ fn failed(error: &ClientError) -> HttpError {
         true => "the server has closed the connection".to_owned(),
         false => tls.map_or_else(|| reason.to_string(), |error| tls_message(error, "the server")),
     };
-    // As everywhere here: the words without the number.
+    // The words without the number, like everywhere in this crate.
     let words = reason.split_once(" (os error").map_or(reason.as_str(), |(words, _)| words);
     HttpError::new(kind, std::io::Error::other(format!("{what}{words}")))
 }

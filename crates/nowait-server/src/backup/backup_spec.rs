@@ -1,4 +1,4 @@
-//! What a backup is asked to be, what it is, and why it cannot be.
+//! Options of a backup, its state, and the reasons of refusals.
 //!
 //! Invariant: each refusal is one line, which says by itself what its caller may do.
 

@@ -203,7 +203,7 @@ impl PointInTime {
         }
         let mut block = blocks().start;
         while block < blocks().end {
-            // As of now, which is after the read of the disk.
+            // States of now, which is after the read of the disk.
             let state = self.states.get(block);
             let same = |next: &u64| self.states.get(*next) == state;
             let end = block + 1 + (block + 1..blocks().end).take_while(same).count() as u64;
@@ -278,7 +278,7 @@ impl PointInTime {
             let end = (at + extent.len).min(range.end());
             while at < end && extents.len() <= limit {
                 let block = at / bytes;
-                // As of now, which is after the disk was asked.
+                // States of now, which is after the query of the disk.
                 let next = self.states.next_touched(block, end.div_ceil(bytes));
                 let is_on_disk = next > block;
                 let to = if is_on_disk { next * bytes } else { (block + 1) * bytes };

@@ -1,4 +1,4 @@
-//! What a bitmap is beside its bits, and why it is refused.
+//! Name, granularity and state of a bitmap, and the reasons of refusals.
 //!
 //! Invariant: a name and a granularity that a user or another process gives are checked before they are used.
 
@@ -69,7 +69,7 @@ impl From<&BitmapSpec> for NewBitmap {
 /// A bitmap at a moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BitmapStatus {
-    /// What it is.
+    /// Its name, granularity and state.
     pub spec: BitmapSpec,
     /// Bytes of the disk that are dirty.
     pub dirty_bytes: u64,

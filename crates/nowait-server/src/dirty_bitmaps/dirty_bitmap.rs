@@ -94,7 +94,7 @@ impl DirtyBitmap {
         size.div_ceil(self.granularity())
     }
 
-    /// What it is.
+    /// Its name, granularity and state.
     pub(super) fn spec(&self) -> BitmapSpec {
         let enabled = self.is_enabled.load(SeqCst);
         BitmapSpec { name: self.name.to_string(), granularity: self.granularity(), enabled }

@@ -165,7 +165,7 @@ fn set(words: &[AtomicU64], range: Range<u64>) {
     while at < range.end {
         let first = at / WORD * WORD;
         let mask = mask(at - first, range.end - first);
-        // As in `has`.
+        // Order of the loads: see `has`.
         if let Some(word) = words.get((at / WORD) as usize)
             && word.load(SeqCst) & mask != mask
         {

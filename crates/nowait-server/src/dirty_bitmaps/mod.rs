@@ -406,7 +406,7 @@ impl DirtyBitmaps {
         }
     }
 
-    /// The same if it has no bits for a part of that: the disk has grown without a word. If there is no memory for more,
+    /// Sets bits of a range that is partly behind the bitmap: the disk has grown without a word. If there is no memory for more,
     /// all behind the bits is dirty from now on.
     #[cold]
     fn set_beyond(&self, bitmap: &DirtyBitmap, range: ByteRange) {

@@ -1,4 +1,4 @@
-//! What bitmaps hold, against a list of booleans, and their bounds.
+//! Bits of bitmaps against a list of booleans, and their bounds.
 //!
 //! Invariant: a model has a boolean for each granule; where its size is not a multiple of one, the last is shorter.
 

@@ -218,7 +218,7 @@ impl ControlArguments {
 #[inline]
 pub(crate) fn io_arguments(queue: u16, tag: u16, result: i32, address: u64) -> [u8; 16] {
     let low = u64::from(queue) | u64::from(tag) << 16 | u64::from(result as u32) << 32;
-    // As the structure on a little-endian machine; the other order of bytes needs its own.
+    // Layout of the structure on a little-endian machine; the other order of bytes needs its own.
     const { assert!(cfg!(target_endian = "little")) };
     (u128::from(low) | u128::from(address) << 64).to_le_bytes()
 }

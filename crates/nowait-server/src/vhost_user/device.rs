@@ -106,7 +106,7 @@ pub(crate) struct Device {
     features: Features,
     memory: Arc<GuestMemory>,
     rings: Vec<Ring>,
-    /// As the VMM has acknowledged them.
+    /// Bits that the VMM has acknowledged.
     protocol_features: u64,
     inflight: Option<Arc<InflightRegion>>,
     log: Option<Arc<DirtyLog>>,

@@ -81,7 +81,7 @@ impl FuzzedQueue {
         let queue = Virtqueue::new(addresses, (0, true), self.memory.clone(), inflight, None);
         let Ok(mut queue) = queue else { return Err("the queue is refused".into()) };
         let mut taken = Vec::new();
-        // What breaks a rule ends the queue.
+        // A broken rule stops the queue.
         let broken = self.take_all(&mut queue, &mut taken)?;
         let mut left = InflightQueue::new(region, 0, SIZE).ok_or("no part for the queue")?;
         // The status of a request may overwrite the index; then that decides.

@@ -55,7 +55,7 @@ impl VhostFrontend {
             QueueCommand::SetCall(id, call) => {
                 if let Some((_, queue)) = self.find(id) {
                     queue.start.call = call;
-                    // What has ended meanwhile may have been told by the old one.
+                    // The old descriptor may have been signalled for requests that completed meanwhile.
                     queue.start.call.iter().for_each(signal);
                 }
             }

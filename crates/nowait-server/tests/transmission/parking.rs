@@ -44,7 +44,7 @@ fn a_write_that_is_received_in_pieces_is_written_whole_wherever_the_pause_comes(
             message.extend_from_slice(&bytes);
             let (first, rest) = message.split_at(cut.min(message.len() as u64 - 1) as usize);
             writer.send_bytes(first).unwrap();
-            // What was sent has been received when the bystander's answer is there, or soon after:
+            // The reads have been received when the bystander's answer is there, or soon after:
             // the pause comes at a place that varies.
             assert_eq!(bystander.call(Request::of(READ, 4096, 4096)).error, 0);
             park(&scene);
@@ -81,7 +81,7 @@ fn answers_that_a_client_has_not_read_are_whole_after_a_pause() {
     }
 }
 
-/// As libnbd shuts a connection down: it waits until the server has closed it.
+/// libnbd shuts a connection down so: it waits until the server has closed it.
 #[test]
 fn a_client_that_has_disconnected_gets_its_answers_and_the_end_after_a_pause() {
     const READS: u64 = 24;

@@ -1,4 +1,4 @@
-//! What an operator changes while a virtual machine uses the device: limits, read-only, its connection.
+//! Changes that an operator makes while a virtual machine uses the device: limits, read-only, its connection.
 //!
 //! Invariant: a change reaches the guest without an error within what it may do.
 

@@ -74,7 +74,7 @@ impl Driver {
         Self::connect_with(socket, None)
     }
 
-    /// The same without the features of the bits `refused`.
+    /// Connects without the features of the bits `refused`.
     pub(crate) fn connect_without(socket: &Path, refused: u64) -> Self {
         Self::with(socket, None, refused)
     }

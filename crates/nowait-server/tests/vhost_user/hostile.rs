@@ -1,4 +1,4 @@
-//! What a hostile guest or VMM sends stops its own device, and nothing else.
+//! Hostile guests and VMMs: each stops its own device, and nothing else.
 
 use rustix::fs::ftruncate;
 use std::os::fd::AsRawFd;
@@ -28,7 +28,7 @@ fn stops_its_device(break_rule: impl FnOnce(&mut Driver)) {
     assert_eq!(hostile.request(READ, 0, &[(DATA, 512)]), (OK, 513));
 }
 
-/// The same for a chain of `descriptors`, behind a header that asks for a read.
+/// [`stops_its_device`] for a chain of `descriptors`, behind a header that asks for a read.
 fn chain_stops_its_device(descriptors: &[((u64, u32), u16, u16)]) {
     stops_its_device(|driver| {
         driver.describe(0, driver.header(0, READ, 0), NEXT, 1);

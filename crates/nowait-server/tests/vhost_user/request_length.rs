@@ -21,7 +21,7 @@ const SIZE_MAX_AND_SEG_MAX: u64 = 1 << 1 | 1 << 2;
 const TABLE: u64 = DATA;
 const SEGMENT: u64 = 0x20000;
 
-/// What drivers are told: bytes of a segment, and segments of a request.
+/// Bounds that drivers read: bytes of a segment, and segments of a request.
 fn told(driver: &mut Driver) -> (u32, u16) {
     let flags = VhostUserConfigFlags::WRITABLE;
     let config = driver.vmm.get_config(0, 60, flags, &[0; 60]).unwrap().1;
@@ -76,7 +76,7 @@ fn a_driver_that_does_not_ask_for_the_limits_has_long_requests_and_a_longer_one_
         assert_eq!(request(&mut driver, WRITE, sector, &lens), (OK, 1));
         for n in 0..=count {
             assert_eq!(request(&mut driver, READ, part(n), &[512]), (OK, 513));
-            // What is behind it was not written.
+            // Bytes behind it were not written.
             let expected = if n < count { byte + 1 } else { !byte };
             assert_eq!(driver.read(SEGMENT, 512), [expected; 512], "part {n} of {count}");
         }

@@ -1,4 +1,4 @@
-//! What a driver may ask for.
+//! Requests of a driver, and their answers.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read};
@@ -164,7 +164,7 @@ fn the_next_server_does_again_what_was_in_flight_and_nothing_else() {
     let asked = VhostUserInflight { num_queues: 1, queue_size: QUEUE_SIZE, ..Default::default() };
     let (layout, file) = driver.vmm.get_inflight_fd(&asked).unwrap();
     drop(driver);
-    // As a server leaves it that has died with requests 3 and 6 in flight, 6 taken first.
+    // State of a server that has died with requests 3 and 6 in flight, 6 taken first.
     let state = |head: u64| 16 + 16 * head;
     file.write_all_at(&1u16.to_le_bytes(), 8).unwrap();
     for (head, counter) in [(3, 8u64), (6, 7)] {

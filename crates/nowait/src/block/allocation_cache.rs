@@ -105,14 +105,14 @@ impl AllocationCache {
         Self { leaves, later_leaves, granule_shift, size, enabled, allocates_ahead, ahead_granules }
     }
 
-    /// The same for a device that allocates ahead ([`crate::OpenOptions::allocate_ahead`]) if `on`, and
+    /// This cache for a device that allocates ahead ([`crate::OpenOptions::allocate_ahead`]) if `on`, and
     /// if the cache is enabled.
     #[must_use]
     pub fn allocating_ahead(self, on: bool) -> Self {
         Self { allocates_ahead: on && self.enabled, ..self }
     }
 
-    /// The same for a device whose size others may change at any time: a granule that the device's
+    /// This cache for a device whose size others may change at any time: a granule that the device's
     /// end cuts is never marked a hole.
     pub(crate) fn without_end(self) -> Self {
         Self { size: AtomicU64::new(u64::MAX), ..self }

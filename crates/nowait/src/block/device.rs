@@ -206,7 +206,7 @@ impl<M: BlockMap> BlockDevice<M> {
 }
 
 impl<M: BlockMap + ?Sized> BlockDevice<M> {
-    /// The same storages, size, rights and flushes, found by `map`.
+    /// This device's storages, size, rights and flushes behind another `map`.
     pub(super) fn with_map<N: BlockMap>(&self, map: N) -> BlockDevice<N> {
         let (primary, backing) = (self.primary.clone(), self.backing.clone());
         let mut device = BlockDevice::mapped(primary, backing, self.limit(), self.read_only, map);

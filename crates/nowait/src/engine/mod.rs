@@ -258,7 +258,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         });
     }
 
-    /// As `drain`, with the switch off.
+    /// [`Self::drain`] with the switch off.
     #[inline(never)]
     fn drain_by_workers(&mut self, watched: &mut impl FnMut(Token, i32)) {
         self.drain::<false>(watched);

@@ -1,4 +1,4 @@
-//! What all handles of one file in this process share.
+//! State that all handles of one file in this process share.
 //!
 //! Invariant: two handles of one file, whatever their paths, share one `SharedInode` while both are open.
 

@@ -169,7 +169,7 @@ impl Storage for SimStorage {
         let len = bufs.iter().map(|buf| buf.len() as u64).sum();
         let range = ByteRange::new(pos, len);
         if !self.served.load(Ordering::Relaxed) && range.end() > self.size()? {
-            // As pwrite(2) on a file, where it can.
+            // A file grows, like by pwrite(2).
             self.set_len(range.end())?;
         }
         // SAFETY: as above; a write only reads the memory.

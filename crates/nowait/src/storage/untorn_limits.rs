@@ -25,7 +25,7 @@ pub struct UntornLimits {
 }
 
 impl UntornLimits {
-    /// Those of a file that is open for direct I/O; `None` if it has none.
+    /// Limits of a file that is open for direct I/O; `None` if it has none.
     pub(crate) fn of(file: BorrowedFd<'_>, align: Alignment) -> Option<Self> {
         let wanted = StatxFlags::from_bits_retain(WRITE_ATOMIC);
         let stat = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, wanted).ok()?;

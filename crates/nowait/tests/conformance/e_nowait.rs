@@ -89,7 +89,7 @@ fn c33_after_eagain_the_same_request_can_be_submitted_again() {
             assert_eq!(refused.result().unwrap_err().errno(), libc::EAGAIN, "{}", rig.case.label);
             assert_eq!(refused.io, request, "{}", rig.case.label);
             rig.script.behave();
-            // The same request without `NOWAIT`: with it, the configurations without a first try
+            // A second try without `NOWAIT`: with it, the configurations without a first try
             // would refuse it again.
             let again = Request { flags: Flags::NONE, ..request };
             assert!(rig.engine.submit(again, refused.buf.expect("the buffer"), 1).is_ok());

@@ -272,7 +272,7 @@ fn c47_no_slot_is_lost() {
         let case = Case { config, ..case };
         let Some(mut rig) = Rig::new(&case, Image::new(MIB, Content::Data)) else { continue };
         for round in 0..50 {
-            // As many requests as there is room for, served by the queue and by workers.
+            // Requests for all the room there is, served by the queue and by workers.
             let mut accepted = 0;
             while accepted <= SLOTS {
                 let pos = u64::from(accepted) * BLOCK;

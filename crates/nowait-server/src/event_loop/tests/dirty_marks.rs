@@ -1,4 +1,4 @@
-//! What a dirty bitmap costs a write over NBD, in instructions, and when its bits are set.
+//! Cost of a dirty bitmap for a write over NBD, in instructions, and the moment when its bits are set.
 //!
 //! Invariant: as of the costs of a read.
 

@@ -1,4 +1,4 @@
-//! What one service receives.
+//! Bytes that one service receives.
 //!
 //! Invariant: as for the module above.
 

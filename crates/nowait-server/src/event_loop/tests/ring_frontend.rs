@@ -34,7 +34,7 @@ struct RingRequest {
     places: Vec<(usize, usize)>,
 }
 
-/// What the two sides of a ring share.
+/// Memory that the two sides of a ring share.
 struct Ring {
     available: VecDeque<RingRequest>,
     used: Vec<(u32, i32)>,

@@ -373,7 +373,7 @@ fn a_stopping_thread_serves_until_the_driver_has_ended_every_command() {
     let mut scene = Scene::new();
     scene.thread.shared.stop();
     scene.thread.frontend.begin_shutdown(&mut scene.thread.context);
-    // What the kernel has cached is written while the device is being stopped.
+    // The kernel writes what it has cached while the device is being stopped.
     scene.request(3, u32::from(OP_WRITE), 8, 64);
     assert_eq!(scene.answer(3), 4096);
     assert_eq!(scene.thread.context.members(), 1);
@@ -492,7 +492,7 @@ fn registered_data_are_not_copied_and_a_request_that_must_wait_is_done_with_a_co
         scene.driver.borrow_mut().refuses = refuses;
         let byte = 20 + u8::from(refuses);
         let start = 16 + 16 * u64::from(refuses);
-        // The same data in the memory and behind the character device, as the driver has it.
+        // Equal data in the memory and behind the character device, which is how the driver has it.
         scene.driver.borrow_mut().memory[2][..8192].fill(byte);
         scene.descriptors.write_all_at(&[byte; 8192], data_position(0, 2)).unwrap();
         scene.request(2, u32::from(OP_WRITE), 16, start);

@@ -228,7 +228,7 @@ impl AsyncFile {
         Self { flags: self.flags.with_priority(priority), ..self }
     }
 
-    /// The same file; each future of this handle that has not ended `timeout` after its first poll ends with
+    /// This file with a deadline: each future of this handle that has not completed `timeout` after its first poll ends with
     /// `ETIMEDOUT`, and gives back an empty buffer: the request or call goes on as if its future had been dropped, so
     /// that a write or an append may or may not be done, and its memory is freed when the kernel has left it (C84).
     #[must_use]

@@ -175,7 +175,7 @@ fn the_requests_of_a_merged_transfer_that_fails_or_is_short_are_done_one_by_one(
                 assert!(rig.settle().into_iter().eq((10..26).map(|n| (n, 200))));
             };
             assert_eq!(rig.counted(run), (17, 0), "{op:?}, {fault:?}");
-            // What follows is not merged at first; later it is.
+            // Adjacent reads are not merged at first; later they are.
             assert_eq!(rig.counted(|rig| rig.read(26..42)), (16, 0));
             (0..4).for_each(|_| rig.read(42..58));
             assert_eq!(rig.counted(|rig| rig.read(58..74)), (1, 16));

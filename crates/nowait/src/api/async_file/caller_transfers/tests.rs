@@ -226,7 +226,7 @@ fn a_task_whose_requests_end_while_they_are_submitted_lets_others_run_in_turn() 
     });
 }
 
-/// As a driver does it that ends with an error: here there is none, so nothing else drains.
+/// A driver that stops with an error: here there is none, so nothing else drains.
 #[test]
 fn c46_after_a_failure_no_transfer_begins_and_those_in_flight_are_waited_for() {
     let dir = tempfile::tempdir().unwrap();
