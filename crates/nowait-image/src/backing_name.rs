@@ -247,10 +247,10 @@ mod tests {
         let deep = format!("json:{}1{}", r#"{"a":"#.repeat(150), "}".repeat(150));
         let long = format!(r#"json:{{"driver":"file","filename":"{}"}}"#, "b".repeat(1100));
         for (name, why) in [
-            ("json:", "is no JSON object"),
-            ("json:[]", "is no JSON object"),
-            (r#"json:{"driver":"file""#, "is no JSON object"),
-            (r"json:{'driver':'file'}", "is no JSON object"),
+            ("json:", "is not a JSON object"),
+            ("json:[]", "is not a JSON object"),
+            (r#"json:{"driver":"file""#, "is not a JSON object"),
+            (r"json:{'driver':'file'}", "is not a JSON object"),
             ("json:{}", "names no file"),
             (r#"json:{"driver":"file"}"#, "names no file"),
             (r#"json:{"driver":"file","filename":""}"#, "names no file"),
@@ -295,7 +295,7 @@ mod tests {
             ("nbd:h", "names no server"),
             ("nbd:h:x", "'x' is not a port"),
             ("nbd:unix:", "names no server"),
-            (&deep, "is no JSON object"),
+            (&deep, "is not a JSON object"),
             (r#"json:{"a":{"b":{"c":{"d":{"e":1}}}}}"#, "the option 'a.b.c.d'"),
             (&long, "is too long"),
         ] {

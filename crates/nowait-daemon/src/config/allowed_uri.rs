@@ -1,7 +1,7 @@
 //! The URIs that a control request may name: those of `--allow-uri`.
 //!
-//! Invariant: what a request adds to an allowed prefix is a plain name. It is no host, no option, no
-//! socket and no file of this host, and it leads to no other directory.
+//! Invariant: what a request adds to an allowed prefix is a plain name: never a host, an option, a
+//! socket or a file of this host, and it leads to no other directory.
 
 use std::ffi::OsString;
 

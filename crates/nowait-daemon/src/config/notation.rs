@@ -151,7 +151,7 @@ pub fn parse_block_size(text: &str) -> Result<BlockSize, String> {
 /// A message: it is none.
 pub fn backing(text: &OsString) -> Result<Location, String> {
     match Location::parse_backing(text)? {
-        Location::File(_) => Err("it is no URL (for files: --backing-dir)".into()),
+        Location::File(_) => Err("it is not a URL (for files: --backing-dir)".into()),
         location => Ok(location),
     }
 }

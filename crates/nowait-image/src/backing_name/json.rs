@@ -44,7 +44,7 @@ pub(super) fn parse(text: &str) -> Result<ParsedName, String> {
         return Err("is too long".into());
     }
     let object: Map<String, Value> =
-        serde_json::from_str(text).map_err(|_| "is no JSON object".to_owned())?;
+        serde_json::from_str(text).map_err(|_| "is not a JSON object".to_owned())?;
     let mut options = Options::default();
     options.add("", &object, 1)?;
     let driver = options.0.get("driver").map(String::as_str);

@@ -90,7 +90,7 @@ impl SsoRole {
         let usual = || format!("https://portal.sso.{}.{domain}", self.region);
         let endpoint = endpoint.unwrap_or_else(usual);
         let url = format!("{}/federation/credentials", endpoint.trim_end_matches('/'));
-        let mut url = Url::parse(&url).map_err(|_| "AWS_ENDPOINT_URL_SSO is no URL")?;
+        let mut url = Url::parse(&url).map_err(|_| "AWS_ENDPOINT_URL_SSO is not a URL")?;
         url.query_pairs_mut()
             .append_pair("role_name", &self.role)
             .append_pair("account_id", &self.account);

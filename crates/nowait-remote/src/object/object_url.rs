@@ -172,7 +172,7 @@ impl FromStr for ObjectUrl {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (scheme, rest) = text.split_once("://").ok_or("it is no URL")?;
+        let (scheme, rest) = text.split_once("://").ok_or("it is not a URL")?;
         let (rest, version) = match version_parameter(scheme) {
             Some(parameter) => with_version(rest, parameter)?,
             None => (rest, None),

@@ -37,7 +37,7 @@ impl Pace {
         if self.rate.is_some() { self.next.max(now) } else { now }
     }
 
-    /// When a request may be sent that is there at `now`: that time is no other request's.
+    /// The time at which a request that arrives at `now` may be sent: no other request has it.
     pub fn slot(&mut self, now: Duration) -> Duration {
         let Some(rate) = self.rate else {
             self.count(now);

@@ -239,7 +239,7 @@ mod tests {
                     file.write_at(part.pos, &vec![fill; part.len as usize]).unwrap();
                 }
             }
-            assert!(chain(&path).is_err(), "it is no image yet");
+            assert!(chain(&path).is_err(), "it is not an image yet");
             image.finish(&file).unwrap();
             let chain = chain(&path).unwrap();
             let report = check(&chain, &mut |_, _| {}).unwrap();

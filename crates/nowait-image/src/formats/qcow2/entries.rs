@@ -16,7 +16,7 @@ const SECTOR_BYTES: u64 = 512;
 /// The reason why an entry is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BadEntry {
-    /// The position is no multiple of the cluster size.
+    /// The position is not a multiple of the cluster size.
     Unaligned,
     /// Reserved bits are set.
     Reserved,
