@@ -3,8 +3,6 @@
 //! Invariant: a device is not served before the export is registered.
 
 use std::io::Read;
-use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use nowait_image::Image;
@@ -12,11 +10,8 @@ use nowait_image::Image;
 use crate::dirty_bitmaps::DirtyBitmaps;
 use crate::dirty_bitmaps::bitmap_spec::{BitmapError, BitmapSpec, RestoreError};
 use crate::export::{Export, ExportId};
-use crate::frontends::NewDevice;
-use crate::net::listener::Listener;
+use crate::frontends::export_device::NewDevice;
 use crate::server_options::ExportOptions;
-use crate::ublk::ublk_device::UblkDevice;
-use crate::vhost_user::control_thread::DeviceSocket;
 
 /// An export that clients can choose.
 pub struct AnyExport {
@@ -48,25 +43,12 @@ impl AnyExport {
         })
     }
 
-    /// An export that is also a vhost-user-blk device for the virtual machines that connect to
-    /// `listener`, a Unix socket: for one after the other.
+    /// This export as `device`, too: a [`DeviceSocket`](crate::DeviceSocket) of virtual machines, or a local block device,
+    /// [`UblkDevice`](crate::UblkDevice), whose queues the threads of the server serve.
     #[must_use]
-    pub fn at_vhost_user(self, listener: Listener) -> Self {
-        self.with(NewDevice::VhostUser(DeviceSocket::Listener(listener)))
-    }
-
-    /// An export for the only virtual machine at the other end of `connection`. A server that clients
-    /// can reach by nothing else stops when the machine has left.
-    #[must_use]
-    pub fn at_vhost_user_connection(self, connection: UnixStream) -> Self {
-        self.with(NewDevice::VhostUser(DeviceSocket::Connected(connection)))
-    }
-
-    /// Like [`AnyExport::at_vhost_user`], for the virtual machines whose VMMs listen at the Unix socket `path`, one after the other: it is
-    /// connected to, every second until it is there, and again when the VMM has left.
-    #[must_use]
-    pub fn at_listening_vmm(self, path: PathBuf) -> Self {
-        self.with(NewDevice::VhostUser(DeviceSocket::ConnectsTo(path)))
+    pub fn with_device(mut self, device: impl Into<NewDevice>) -> Self {
+        self.devices.push(device.into());
+        self
     }
 
     /// An export with a dirty bitmap, in which all changes are from the first on.
@@ -97,16 +79,5 @@ impl AnyExport {
         let restored = self.bitmaps.restore(spec, Some(content), self.export.disk().size());
         self.bitmaps.attach(self.export.bitmap_store());
         restored
-    }
-
-    /// This export as the local block device `device`, too, whose queues the threads of the server serve.
-    #[must_use]
-    pub fn at_ublk(self, device: Arc<UblkDevice>) -> Self {
-        self.with(NewDevice::Ublk(device))
-    }
-
-    fn with(mut self, device: NewDevice) -> Self {
-        self.devices.push(device);
-        self
     }
 }

@@ -14,8 +14,6 @@ use nowait::{Completion, Error, IoQueue, Token};
 
 use crate::frontend::Frontend;
 use crate::frontend_kind::FrontendKind;
-use crate::frontends::export_device::ExportDevice;
-use crate::frontends::vhost_export::VhostExport;
 use crate::loop_context::LoopContext;
 use crate::member::Member;
 use crate::nbd::connection_channel::ConnectionChannel;
@@ -27,9 +25,7 @@ use crate::net::connection_limit::ConnectionLimit;
 use crate::server_options::Options;
 use crate::thread_handle::ThreadHandle;
 use crate::ublk::ublk_channel::UblkChannel;
-use crate::ublk::ublk_device::UblkDevice;
 use crate::ublk::ublk_frontend::UblkFrontend;
-use crate::vhost_user::control_thread::{DeviceSocket, PausedDevice};
 use crate::vhost_user::queue_channel::QueueChannel;
 use crate::vhost_user::vhost_frontend::VhostFrontend;
 
@@ -124,34 +120,6 @@ impl Frontends {
             vhost: VhostFrontend::new(channels.vhost.clone()),
             ublk: UblkFrontend::new(channels.ublk.clone()),
         }
-    }
-}
-
-/// A device that an export comes with, for clients of another kind than NBD's.
-pub(crate) enum NewDevice {
-    /// Of virtual machines.
-    VhostUser(DeviceSocket),
-    /// Of this host.
-    Ublk(Arc<UblkDevice>),
-}
-
-impl NewDevice {
-    /// The device, which is not served yet.
-    ///
-    /// # Errors
-    /// `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for it.
-    pub(crate) fn of_export(self) -> Result<Arc<dyn ExportDevice>, Error> {
-        Ok(match self {
-            Self::VhostUser(socket) => Arc::new(VhostExport::new(socket)?),
-            Self::Ublk(device) => device,
-        })
-    }
-}
-
-/// The device of another process.
-impl From<PausedDevice> for NewDevice {
-    fn from(device: PausedDevice) -> Self {
-        Self::VhostUser(DeviceSocket::Paused(device))
     }
 }
 

@@ -63,6 +63,7 @@ pub use export_error::ExportError;
 pub use exports::change_tracker::ChangeTracker;
 pub use exports::{ExportChanges, ExportStatus, Exports};
 pub use frontend_kind::FrontendKind;
+pub use frontends::export_device::NewDevice;
 pub use latency::Latencies;
 pub use nbd::connection_state::{ConnectionState, SplitState};
 #[cfg(feature = "fuzz")]
@@ -87,7 +88,7 @@ pub use ublk::sim_ublk::SimUblkRequest;
 pub use ublk::ublk_device::{UblkDevice, UblkNode};
 pub use ublk::ublk_error::UblkError;
 pub use ublk::ublk_list::{UblkStatus, ublk_devices, ublk_features, ublk_stop};
-pub use vhost_user::control_thread::PausedDevice;
+pub use vhost_user::control_thread::{DeviceSocket, PausedDevice};
 pub use vhost_user::device::vmm_state::{VmmSetup, VmmState};
 #[cfg(feature = "fuzz")]
 pub use vhost_user::queue_fuzz::FuzzedQueue;

@@ -12,8 +12,7 @@ use nowait::Error;
 use crate::any_export::AnyExport;
 use crate::backup::running_backup::RunningBackup;
 use crate::export::ExportId;
-use crate::frontends::NewDevice;
-use crate::frontends::export_device::ExportDevice;
+use crate::frontends::export_device::{ExportDevice, NewDevice};
 use crate::locking::lock;
 use crate::nbd::connection::HandoffConnection;
 use crate::net::listener::Listener;
@@ -46,7 +45,7 @@ impl RegisteredExport {
     /// `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for a device.
     pub(crate) fn new(id: ExportId, export: AnyExport) -> Result<Self, Error> {
         let AnyExport { export, devices, bitmaps, backup_of } = export;
-        let devices = devices.into_iter().map(NewDevice::of_export).collect::<Result<_, _>>()?;
+        let devices = devices.into_iter().map(NewDevice::make).collect::<Result<_, _>>()?;
         let shared = Arc::new(SharedExport::new(id, export, bitmaps));
         let (waiting, backup) = Default::default();
         Ok(Self { shared, devices: Mutex::new(devices), waiting, backup, backup_of })

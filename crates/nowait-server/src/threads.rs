@@ -19,8 +19,8 @@ use crate::buffer_budget::DeclaredUse;
 use crate::export::{Export, ExportId};
 use crate::export_error::ExportError;
 use crate::export_registry::Registry;
-use crate::frontends::export_device::{DeviceServer, ExportDevice};
-use crate::frontends::{Frontends, NewDevice, ThreadChannels};
+use crate::frontends::export_device::{DeviceServer, ExportDevice, NewDevice};
+use crate::frontends::{Frontends, ThreadChannels};
 use crate::locking::lock;
 use crate::nbd::command;
 use crate::nbd::connection::HandoffConnection;
@@ -204,7 +204,7 @@ impl Shared {
         device: NewDevice,
     ) -> Result<(), ExportError> {
         let registered = self.registered(export)?;
-        let device = device.of_export().map_err(ExportError::System)?;
+        let device = device.make().map_err(ExportError::System)?;
         registered.add_device(device.clone());
         device.begin(&self.for_devices_of(&registered)).map_err(ExportError::System)
     }

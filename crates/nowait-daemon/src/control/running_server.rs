@@ -16,7 +16,8 @@ use nowait_control::{
 };
 use nowait_image::{NamedStorages, formats};
 use nowait_server::{
-    AnyExport, BackupEnd, ExportError, ExportId, ExportStatus, Exports, Limits, Listener,
+    AnyExport, BackupEnd, DeviceSocket, ExportError, ExportId, ExportStatus, Exports, Limits,
+    Listener,
 };
 
 use crate::config::export_spec::{NamedExport, parse_name};
@@ -356,7 +357,8 @@ impl ControlledServer for RunningServer {
         let (listeners, sockets) = self.listen(frontends)?;
         places.extend(sockets);
         let export = disk.export_with_stored_bitmaps();
-        let id = self.exports.add(listeners.into_iter().fold(export, AnyExport::at_vhost_user))?;
+        let sockets = listeners.into_iter().map(DeviceSocket::Listener);
+        let id = self.exports.add(sockets.fold(export, AnyExport::with_device))?;
         self.disks.lock().push(ServedDisk { id, disk, places, local: None });
         self.export(id.number())
     }

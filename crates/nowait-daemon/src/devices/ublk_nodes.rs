@@ -74,7 +74,7 @@ impl UblkNodes {
     /// The export of index `at`, as its node, too.
     pub(crate) fn add_to(&self, at: usize, export: AnyExport) -> AnyExport {
         match self.device(at) {
-            Some(device) => export.at_ublk(device),
+            Some(device) => export.with_device(device),
             None => export,
         }
     }

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
 
 use nowait_nbd::Address;
-use nowait_server::{AnyExport, Listener};
+use nowait_server::{AnyExport, DeviceSocket, Listener};
 
 use crate::config::ServeConfig;
 use crate::config::export_spec::ExportIndices;
@@ -87,18 +87,19 @@ impl VhostSockets {
             return Ok(export);
         }
         self.by_export.get(at).into_iter().flatten().try_fold(export, |export, place| {
-            Ok(match place {
+            let socket = match place {
                 DevicePlace::Path(path) => {
                     let listener = Listener::unix(path);
                     let failed = |error| bind_failure(&Address::Unix(path.clone()), &error);
-                    export.at_vhost_user(listener.map_err(failed)?)
+                    DeviceSocket::Listener(listener.map_err(failed)?)
                 }
-                DevicePlace::ConnectsTo(path) => export.at_listening_vmm(path.clone()),
+                DevicePlace::ConnectsTo(path) => DeviceSocket::ConnectsTo(path.clone()),
                 DevicePlace::Descriptor(number) => match self.connections.remove(number) {
-                    Some(connection) => export.at_vhost_user_connection(connection),
-                    None => export,
+                    Some(connection) => DeviceSocket::Connected(connection),
+                    None => return Ok(export),
                 },
-            })
+            };
+            Ok(export.with_device(socket))
         })
     }
 }

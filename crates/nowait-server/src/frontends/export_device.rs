@@ -51,6 +51,29 @@ pub(crate) trait DeviceServer: Send + Sync {
     fn device_ended(&self);
 }
 
+/// A device that an export comes with, for clients of another kind than NBD's. It is made when the export is registered.
+pub struct NewDevice(Box<Make>);
+
+/// Makes the device, which is not served yet.
+type Make = dyn FnOnce() -> Result<Arc<dyn ExportDevice>, Error> + Send + Sync;
+
+impl NewDevice {
+    /// The device that `make` makes.
+    pub(crate) fn new(
+        make: impl FnOnce() -> Result<Arc<dyn ExportDevice>, Error> + Send + Sync + 'static,
+    ) -> Self {
+        Self(Box::new(make))
+    }
+
+    /// The device, which is not served yet.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for it.
+    pub(crate) fn make(self) -> Result<Arc<dyn ExportDevice>, Error> {
+        (self.0)()
+    }
+}
+
 /// A device of an export, from any thread.
 pub(crate) trait ExportDevice: Send + Sync {
     /// Begins to serve it; the serving threads run. May take long: to be called on a thread that does not serve.

@@ -9,9 +9,15 @@ use std::time::{Duration, Instant};
 use nowait::{Error, Operation};
 
 use crate::export_error::ExportError;
-use crate::frontends::export_device::{DeviceServer, ExportDevice};
+use crate::frontends::export_device::{DeviceServer, ExportDevice, NewDevice};
 use crate::ublk::ublk_channel::UblkStart;
 use crate::ublk::ublk_device::UblkDevice;
+
+impl From<Arc<UblkDevice>> for NewDevice {
+    fn from(device: Arc<UblkDevice>) -> Self {
+        Self::new(move || Ok(device))
+    }
+}
 
 impl ExportDevice for UblkDevice {
     /// Returns when the threads serve the queues. A device of another server is taken over before.

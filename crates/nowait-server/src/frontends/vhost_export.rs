@@ -9,7 +9,7 @@ use nowait::Error;
 
 use crate::export::ExportId;
 use crate::export_error::ExportError;
-use crate::frontends::export_device::{DeviceServer, ExportDevice};
+use crate::frontends::export_device::{DeviceServer, ExportDevice, NewDevice};
 use crate::locking::lock;
 use crate::net::connection_limit::ConnectionPermit;
 use crate::vhost_user::control_thread::{
@@ -33,6 +33,19 @@ impl VhostExport {
     pub(crate) fn new(socket: DeviceSocket) -> Result<Self, Error> {
         let control = Arc::new(ControlHandle::new(&socket)?);
         Ok(Self { control, socket: Mutex::new(Some(socket)) })
+    }
+}
+
+impl From<DeviceSocket> for NewDevice {
+    fn from(socket: DeviceSocket) -> Self {
+        Self::new(move || Ok(Arc::new(VhostExport::new(socket)?)))
+    }
+}
+
+/// The device of another process.
+impl From<PausedDevice> for NewDevice {
+    fn from(device: PausedDevice) -> Self {
+        DeviceSocket::Paused(device).into()
     }
 }
 

@@ -117,7 +117,7 @@ fn an_export_that_is_a_block_device_is_removed_only_once_its_node_is_gone() {
     let (first, second) = (file(), file());
     let opened = std::fs::File::open(second.path()).unwrap();
     let device = Arc::new(UblkDevice::simulated(opened.into(), (1, 4096), 0));
-    let node = export("node", &second).at_ublk(device.clone());
+    let node = export("node", &second).with_device(device.clone());
     let (shared, _events) = serving(vec![export("", &first), node], 1);
     let exports = crate::exports::Exports(shared);
     let id = exports.find("node").unwrap();
@@ -193,7 +193,7 @@ fn a_pause_of_all_exports_that_is_refused_leaves_the_queues_of_a_block_device_al
     let opened = std::fs::File::open(first.path()).unwrap();
     let features = F_QUIESCE | F_USER_RECOVERY;
     let device = Arc::new(UblkDevice::simulated(opened.into(), (1, 4096), features));
-    let node = export("", &first).at_ublk(device);
+    let node = export("", &first).with_device(device);
     let (shared, _events) = serving(vec![node, export("other", &second)], 1);
     let exports = crate::Exports(shared.clone());
     let [(node, _), (other, _)] = exports.list().try_into().unwrap();
@@ -250,7 +250,7 @@ fn a_pause_that_is_refused_says_why() {
     let opened = std::fs::File::open(second.path()).unwrap();
     // A driver without the features for it.
     let device = Arc::new(UblkDevice::simulated(opened.into(), (1, 4096), 0));
-    let node = export("node", &second).at_ublk(device);
+    let node = export("node", &second).with_device(device);
     let (shared, _events) = serving(vec![export("", &first), node], 1);
     let exports = crate::Exports(shared.clone());
     let [(default, _), (node, _)] = exports.list().try_into().unwrap();

@@ -286,13 +286,14 @@ pub(crate) trait ControlServer: QueueThreads {
     fn export(&self) -> ExportId;
 }
 
-/// Where the VMMs of a device come from.
-pub(crate) enum DeviceSocket {
-    /// One after the other connects.
+/// A vhost-user-blk device for virtual machines, by where their VMMs come from.
+pub enum DeviceSocket {
+    /// One after the other connects to a Unix socket.
     Listener(Listener),
-    /// The only one has connected already.
+    /// The only one has connected already. A server that clients can reach by nothing else stops when it has left.
     Connected(UnixStream),
-    /// One after the other listens at this path, and is connected to.
+    /// One after the other listens at the Unix socket of this path: it is connected to, every second until it is there, and
+    /// again when the VMM has left.
     ConnectsTo(PathBuf),
     /// The state that another process has handed over.
     Paused(PausedDevice),

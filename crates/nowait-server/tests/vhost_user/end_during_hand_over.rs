@@ -8,7 +8,8 @@ use std::thread::JoinHandle;
 
 use nowait::{BlockDevice, OpenOptions};
 use nowait_server::{
-    AnyExport, Export, Exports, Options, PausedServer, Server, ShutdownHandle, ShutdownReport,
+    AnyExport, DeviceSocket, Export, Exports, Options, PausedServer, Server, ShutdownHandle,
+    ShutdownReport,
 };
 use nowait_testkit::{BOUND, within};
 use tempfile::NamedTempFile;
@@ -64,7 +65,7 @@ fn serve() -> (NamedTempFile, Serving, Frontend) {
     let image = NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     image.as_file().set_len(SIZE).unwrap();
     let (near, far) = UnixStream::pair().unwrap();
-    let server = Serving::start(export_of(&image).at_vhost_user_connection(far));
+    let server = Serving::start(export_of(&image).with_device(DeviceSocket::Connected(far)));
     let vmm = Frontend::from_stream(near, 1);
     vmm.get_features().unwrap();
     (image, server, vmm)

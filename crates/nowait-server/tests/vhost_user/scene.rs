@@ -9,8 +9,8 @@ use std::thread::JoinHandle;
 
 use nowait::{BlockDevice, OpenOptions};
 use nowait_server::{
-    AnyExport, Export, Exports, Listener, Options, PausedServer, QueueKind, Server, ShutdownHandle,
-    ShutdownReport,
+    AnyExport, DeviceSocket, Export, Exports, Listener, Options, PausedServer, QueueKind, Server,
+    ShutdownHandle, ShutdownReport,
 };
 use nowait_testkit::BOUND;
 use tempfile::TempDir;
@@ -50,7 +50,7 @@ impl Scene {
         let socket_directory = tempfile::tempdir().unwrap();
         let sockets = ["a", "b"].map(|name| socket_directory.path().join(name));
         let export = sockets.iter().fold(AnyExport::new(export), |export, socket| {
-            export.at_vhost_user(Listener::unix(socket).unwrap())
+            export.with_device(DeviceSocket::Listener(Listener::unix(socket).unwrap()))
         });
         Self::start(export, sockets, socket_directory)
     }
@@ -62,7 +62,7 @@ impl Scene {
         std::fs::write(&image, vec![7; SIZE as usize]).unwrap();
         let disk = Arc::new(BlockDevice::open(&image, OpenOptions::default()).unwrap());
         let export = AnyExport::new(Export::new(disk, String::new(), String::new()));
-        let export = export.at_listening_vmm(socket.to_owned());
+        let export = export.with_device(DeviceSocket::ConnectsTo(socket.to_owned()));
         let mut scene = Self::start(export, Default::default(), tempfile::tempdir().unwrap());
         scene.image = image;
         scene.directories.push(directory);
