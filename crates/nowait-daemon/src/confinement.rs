@@ -14,7 +14,6 @@ use nowait_remote::Location;
 use tracing::info;
 
 use crate::config::control_address::ControlAddress;
-use crate::config::vhost_user_spec::DevicePlace;
 use crate::config::{Encryption, ServeConfig};
 use crate::control::control_socket;
 use crate::devices::Devices;
@@ -64,7 +63,7 @@ pub(crate) fn needed_files(config: &ServeConfig, all: &[OpenedDisk]) -> FileAcce
     KERNEL_FILES.iter().for_each(|path| files.read(path));
     files.write("/dev/null");
     images(config, all, &mut files);
-    if config.connects_to_vmms() {
+    if config.connects_to_clients() {
         files.connect_sockets();
     }
     if let Encryption::Offered(directory) | Encryption::Required { directory, .. } =
@@ -179,16 +178,13 @@ pub(crate) fn owned_paths(
         Address::Unix(path) => Some(path.clone()),
         Address::Tcp { .. } => None,
     });
-    let vhost_user = config.vhost_user.iter().filter_map(|socket| match &socket.socket {
-        DevicePlace::Path(path) => Some(path.clone()),
-        DevicePlace::ConnectsTo(_) | DevicePlace::Descriptor(_) => None,
-    });
+    let devices = config.devices().into_iter().flat_map(|devices| devices.sockets());
     let control = match config.control_socket() {
         Some(ControlAddress::Off | ControlAddress::Tcp { .. }) => None,
         Some(ControlAddress::Unix(path)) => Some(path.clone()),
         None => control_socket::of_this_process(),
     };
-    let files = nbd.chain(vhost_user).chain(control);
+    let files = nbd.chain(devices.map(Path::to_owned)).chain(control);
     files.for_each(|path| names.file(&path));
     default_socket.and_then(DefaultSocket::temporary).iter().for_each(|path| names.directory(path));
     names

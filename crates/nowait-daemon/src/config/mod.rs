@@ -5,6 +5,7 @@
 
 pub mod listen_address;
 pub mod export_spec;
+pub(crate) mod device_options;
 pub mod vhost_user_spec;
 pub mod ublk_spec;
 pub mod start_bitmap;
@@ -30,10 +31,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::allowed_uri::AllowedUri;
 use crate::config::control_address::ControlAddress;
+use crate::config::device_options::DeviceOptions;
 use crate::config::export_spec::{ExportSpec, NamedExport};
 use crate::config::start_bitmap::StartBitmap;
 use crate::config::ublk_spec::UblkSpec;
-use crate::config::vhost_user_spec::{DevicePlace, VhostUserSpec};
+use crate::config::vhost_user_spec::VhostUserSpec;
 use crate::error::CliError;
 use crate::secrets;
 use choices::{Direct, Mechanism, QueueChoice, SandboxChoice, Threshold, TlsChoice};
@@ -84,13 +86,13 @@ pub struct ServeConfig {
     #[serde(with = "notation::addresses", skip_serializing_if = "Vec::is_empty")]
     pub nbd: Vec<Address>,
     /// Block devices of this host.
-    #[serde(with = "notation::nodes", skip_serializing_if = "Vec::is_empty")]
+    #[serde(with = "notation::words", skip_serializing_if = "Vec::is_empty")]
     pub ublk: Vec<UblkSpec>,
     /// Sockets of virtual machines.
     #[serde(with = "notation::devices", skip_serializing_if = "Vec::is_empty")]
     pub vhost_user: Vec<VhostUserSpec>,
     /// Dirty bitmaps that are there from the start.
-    #[serde(with = "notation::bitmaps", skip_serializing_if = "Vec::is_empty")]
+    #[serde(with = "notation::words", skip_serializing_if = "Vec::is_empty")]
     pub bitmap: Vec<StartBitmap>,
     /// The directory of the bitmaps of raw disks; without it they are beside each.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -309,9 +311,19 @@ impl ServeConfig {
         Ok(nodes.map(|(at, id)| (exports[at].name.clone(), id)).collect())
     }
 
-    /// Whether VMMs are connected to.
-    pub fn connects_to_vmms(&self) -> bool {
-        self.vhost_user.iter().any(|it| matches!(it.socket, DevicePlace::ConnectsTo(_)))
+    /// The table of the options for devices: a row for each kind.
+    pub(crate) fn devices(&self) -> [&dyn DeviceOptions; 2] {
+        [&self.ublk, &self.vhost_user]
+    }
+
+    /// The option for devices that need io_uring, if some are given.
+    pub(crate) fn needs_ring(&self) -> Option<&'static str> {
+        self.devices().into_iter().find_map(DeviceOptions::needs_ring)
+    }
+
+    /// Whether sockets of clients are connected to.
+    pub(crate) fn connects_to_clients(&self) -> bool {
+        self.devices().into_iter().any(|it| !it.sockets_of_clients().is_empty())
     }
 
     /// Whether objects are served, or may be later.
@@ -429,11 +441,10 @@ impl ServeConfig {
     /// A message for the user that names an option.
     pub fn check(&self) -> Result<(), String> {
         let exports = self.exports_or_default()?;
-        vhost_user_spec::check(&self.vhost_user, &exports)?;
-        if !self.ublk.is_empty() && self.queue == Some(QueueChoice::Threads) {
-            return Err("--ublk needs io_uring: leave --queue threads out".into());
+        if let (Some(option), Some(QueueChoice::Threads)) = (self.needs_ring(), self.queue) {
+            return Err(format!("{option} needs io_uring: leave --queue threads out"));
         }
-        ublk_spec::assign(&self.ublk, &exports)?;
+        self.devices().into_iter().try_for_each(|devices| devices.check(&exports))?;
         start_bitmap::check(&self.bitmap, &exports)?;
         self.check_images()?;
         self.check_control()?;

@@ -10,13 +10,13 @@ use serde::de::Error as _;
 use serde::ser::Error as _;
 use serde::{Deserialize, Deserializer, Serializer};
 use std::ffi::OsString;
+use std::fmt::Display;
 use std::path::Path;
+use std::str::FromStr;
 
 use crate::config::allowed_uri::AllowedUri;
 use crate::config::control_address::ControlAddress;
 use crate::config::listen_address;
-use crate::config::start_bitmap::StartBitmap;
-use crate::config::ublk_spec::UblkSpec;
 use crate::config::vhost_user_spec::VhostUserSpec;
 use crate::size;
 
@@ -91,12 +91,32 @@ notation!(block_size, option BlockSize, parse_block_size, |size: &BlockSize| byt
 notation!(cache, option CacheOptions, |text: &String| parse_cache(&text.into()), cache_text);
 notation!(size_with_zero, one u64, size::parse_with_zero, bytes);
 notation!(some_size, option u64, size::parse, bytes);
-notation!(nodes, list UblkSpec, |text: &String| text.parse::<UblkSpec>(), |node: &UblkSpec| Ok::<_, String>(node.to_string()));
-notation!(bitmaps, list StartBitmap, |text: &String| text.parse::<StartBitmap>(), |bitmap: &StartBitmap| Ok::<_, String>(bitmap.to_string()));
 notation!(devices, list VhostUserSpec, |text: &String| VhostUserSpec::parse(text.into()), VhostUserSpec::text);
 notation!(controls, list ControlAddress, |text: &String| ControlAddress::parse(&text.into()), ControlAddress::text);
 notation!(uris, list AllowedUri, |text: &String| AllowedUri::parse(&text.into()), |uri: &AllowedUri| Ok::<_, String>(uri.text()));
 notation!(memory, one u64, parse_memory, bytes);
+
+/// A list of values, each by the text that it is displayed as and parsed from.
+pub(super) mod words {
+    use super::*;
+
+    pub(in crate::config) fn serialize<S: Serializer, T: Display>(
+        values: &[T],
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        to.collect_seq(values.iter().map(T::to_string))
+    }
+
+    pub(in crate::config) fn deserialize<'de, D: Deserializer<'de>, T>(
+        from: D,
+    ) -> Result<Vec<T>, D::Error>
+    where
+        T: FromStr<Err: Display>,
+    {
+        let texts = Vec::<String>::deserialize(from)?;
+        texts.iter().map(|text| text.parse().map_err(D::Error::custom)).collect()
+    }
+}
 
 /// A whole number from `LEAST` to `MOST`.
 pub(super) fn number<'de, D, T, const LEAST: u64, const MOST: u64>(from: D) -> Result<T, D::Error>

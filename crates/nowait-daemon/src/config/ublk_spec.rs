@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
+use crate::config::device_options::DeviceOptions;
 use crate::config::export_spec::{ExportIndices, NamedExport};
 
 /// The greatest number of a ublk device: one less than the kernel's minor numbers.
@@ -49,6 +50,20 @@ impl fmt::Display for UblkSpec {
             write!(f, "{export}=")?;
         }
         self.id.map_or(Ok(()), |id| id.fmt(f))
+    }
+}
+
+impl DeviceOptions for Vec<UblkSpec> {
+    fn check(&self, exports: &[NamedExport]) -> Result<(), String> {
+        assign(self, exports).map(drop)
+    }
+
+    fn needs_ring(&self) -> Option<&'static str> {
+        self.used_by_host()
+    }
+
+    fn used_by_host(&self) -> Option<&'static str> {
+        (!self.is_empty()).then_some("--ublk")
     }
 }
 

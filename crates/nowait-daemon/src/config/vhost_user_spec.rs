@@ -7,10 +7,11 @@ use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use nowait_nbd::Address;
 
+use crate::config::device_options::DeviceOptions;
 use crate::config::export_spec::{ExportIndices, NamedExport};
 use crate::config::listen_address;
 
@@ -112,19 +113,42 @@ impl VhostUserSpec {
     }
 }
 
-/// Checks that each of `sockets` has an export, and a path of its own.
-///
-/// # Errors
-/// A message for the user.
-pub fn check(sockets: &[VhostUserSpec], exports: &[NamedExport]) -> Result<(), String> {
-    let (exports, mut places) = (ExportIndices::of(exports), HashSet::new());
-    for socket in sockets {
-        socket.export_of(&exports)?;
-        if !places.insert(&socket.socket) {
-            return Err(format!("--vhost-user {}: it is given twice", socket.socket));
+impl DeviceOptions for Vec<VhostUserSpec> {
+    /// Each has an export, and a place of its own.
+    fn check(&self, exports: &[NamedExport]) -> Result<(), String> {
+        let (exports, mut places) = (ExportIndices::of(exports), HashSet::new());
+        for socket in self {
+            socket.export_of(&exports)?;
+            if !places.insert(&socket.socket) {
+                return Err(format!("--vhost-user {}: it is given twice", socket.socket));
+            }
         }
+        Ok(())
     }
-    Ok(())
+
+    fn sockets(&self) -> Vec<&Path> {
+        let all = self.iter().filter_map(|it| match &it.socket {
+            DevicePlace::Path(path) => Some(path.as_path()),
+            DevicePlace::ConnectsTo(_) | DevicePlace::Descriptor(_) => None,
+        });
+        all.collect()
+    }
+
+    fn sockets_of_clients(&self) -> Vec<&Path> {
+        let all = self.iter().filter_map(|it| match &it.socket {
+            DevicePlace::ConnectsTo(path) => Some(path.as_path()),
+            DevicePlace::Path(_) | DevicePlace::Descriptor(_) => None,
+        });
+        all.collect()
+    }
+
+    fn descriptors(&self) -> Vec<i32> {
+        let all = self.iter().filter_map(|it| match it.socket {
+            DevicePlace::Descriptor(number) => Some(number),
+            DevicePlace::Path(_) | DevicePlace::ConnectsTo(_) => None,
+        });
+        all.collect()
+    }
 }
 
 #[cfg(test)]
@@ -203,8 +227,8 @@ mod tests {
             assert!(VhostUserSpec::parse(text.into()).is_err(), "{text}");
         }
         let socket = |text: &str| VhostUserSpec::parse(text.into()).unwrap();
-        let twice = [socket("/a"), socket("data=/a")];
-        let refused = check(&twice, &[named(""), named("data")]);
+        let twice = vec![socket("/a"), socket("data=/a")];
+        let refused = twice.check(&[named(""), named("data")]);
         assert!(refused.unwrap_err().contains("given twice"));
     }
 }

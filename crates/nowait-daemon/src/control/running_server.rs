@@ -16,16 +16,15 @@ use nowait_control::{
 };
 use nowait_image::{NamedStorages, formats};
 use nowait_server::{
-    AnyExport, BackupEnd, DeviceSocket, ExportError, ExportId, ExportStatus, Exports, Limits,
-    Listener,
+    AnyExport, BackupEnd, ExportError, ExportId, ExportStatus, Exports, Limits, NewDevice,
 };
 
 use crate::config::export_spec::{NamedExport, parse_name};
-use crate::config::listen_address;
 use crate::control::backup_answers;
 use crate::control::bitmap_answers::refused;
 use crate::control::export_bitmaps::ExportBitmaps;
 use crate::control::move_answers::MovingServer;
+use crate::devices;
 use crate::disks::allowed_places::{AllowedPlaces, absolute};
 use crate::disks::image_exchange::ImageExchange;
 use crate::disks::open_disk::{Common, ImageIdentity, OpenedDisk};
@@ -225,24 +224,17 @@ impl RunningServer {
         }
     }
 
-    /// Listens at the sockets of `frontends`. Returns them and where they are.
-    fn listen(
+    /// Makes the devices of `frontends`. Returns them and where they are.
+    fn devices(
         &self,
         frontends: Vec<AddFrontend>,
-    ) -> Result<(Vec<Listener>, Vec<String>), ControlError> {
+    ) -> Result<(Vec<NewDevice>, Vec<String>), ControlError> {
         if frontends.len() > MAX_FRONTENDS {
             let why = format!("an export has at most {MAX_FRONTENDS} frontends");
             return Err(ControlError::Invalid(why));
         }
-        let listen = |AddFrontend::VhostUser(path): AddFrontend| {
-            let path = self.additions.allowed.socket(&path)?;
-            let shown = path.display();
-            listen_address::unix(path.clone()).map_err(ControlError::Invalid)?;
-            let listener =
-                Listener::unix(&path).map_err(|error| conflict(format!("{shown}: {error}")))?;
-            Ok((listener, format!("vhost-user:{shown}")))
-        };
-        frontends.into_iter().map(listen).collect()
+        let device = |frontend| devices::added(frontend, &self.additions.allowed);
+        frontends.into_iter().map(device).collect()
     }
 }
 
@@ -354,11 +346,10 @@ impl ControlledServer for RunningServer {
         let mut places = (self.additions.places)(&named);
         let disk = OpenedDisk::open_anywhere(named, options, description, common)
             .map_err(|error| refused_image(&error))?;
-        let (listeners, sockets) = self.listen(frontends)?;
-        places.extend(sockets);
+        let (devices, others) = self.devices(frontends)?;
+        places.extend(others);
         let export = disk.export_with_stored_bitmaps();
-        let sockets = listeners.into_iter().map(DeviceSocket::Listener);
-        let id = self.exports.add(sockets.fold(export, AnyExport::with_device))?;
+        let id = self.exports.add(devices.into_iter().fold(export, AnyExport::with_device))?;
         self.disks.lock().push(ServedDisk { id, disk, places, local: None });
         self.export(id.number())
     }

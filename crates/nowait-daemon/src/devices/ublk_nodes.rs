@@ -12,11 +12,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use nowait_server::{AnyExport, UblkDevice, UblkNode, UblkOptions, ublk_stop};
+use serde_json::Value;
 use tracing::warn;
 
 use crate::config::ServeConfig;
 use crate::config::export_spec::NamedExport;
 use crate::config::ublk_spec;
+use crate::devices::device_kind::DeviceKind;
 use crate::disks::open_disk::OpenedDisk;
 use crate::error::CliError;
 use crate::sandbox::FileAccess;
@@ -61,42 +63,52 @@ impl UblkNodes {
         Ok(Self { by_export })
     }
 
-    /// Whether no export is a node.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.by_export.is_empty()
-    }
-
     /// The device of the export of index `at`, if it has one.
     pub(crate) fn device(&self, at: usize) -> Option<Arc<UblkDevice>> {
         self.by_export.get(&at).map(|(_, node)| node.device())
     }
 
-    /// The export of index `at`, as its node, too.
-    pub(crate) fn add_to(&self, at: usize, export: AnyExport) -> AnyExport {
-        match self.device(at) {
+    /// The devices, in the order of their exports.
+    fn devices(&self) -> impl Iterator<Item = Arc<UblkDevice>> {
+        self.by_export.values().map(|(_, node)| node.device())
+    }
+}
+
+impl DeviceKind for UblkNodes {
+    fn is_empty(&self) -> bool {
+        self.by_export.is_empty()
+    }
+
+    fn is_local(&self) -> bool {
+        true
+    }
+
+    fn add_to(&mut self, at: usize, export: AnyExport) -> Result<AnyExport, CliError> {
+        Ok(match self.device(at) {
             Some(device) => export.with_device(device),
             None => export,
+        })
+    }
+
+    fn places(&self, at: usize) -> Vec<String> {
+        self.device(at).iter().map(|device| device.node()).collect()
+    }
+
+    fn describe(&self, at: usize, export: &mut Value) {
+        if let Some(device) = self.device(at) {
+            export["node"] = device.node().into();
         }
     }
 
-    /// The files that their server opens while it serves and when it stops.
-    pub(crate) fn add_files(&self, files: &mut FileAccess) {
+    fn add_files(&self, files: &mut FileAccess) {
         for device in self.devices() {
             device.paths().into_iter().for_each(|path| files.write(path));
             files.administer();
         }
     }
 
-    /// The devices, in the order of their exports.
-    pub(crate) fn devices(&self) -> impl Iterator<Item = Arc<UblkDevice>> {
-        self.by_export.values().map(|(_, node)| node.device())
-    }
-
-    /// Has the nodes appear, which cannot be named before, or go on.
-    ///
-    /// # Errors
-    /// The driver's. Nodes that have appeared are removed.
-    pub(crate) fn start(&self) -> Result<(), CliError> {
+    /// Nodes that have appeared are removed if one cannot.
+    fn start(&self) -> Result<(), CliError> {
         let mut appeared = Vec::new();
         for (image, node) in self.by_export.values() {
             if let Err(error) = node.start() {

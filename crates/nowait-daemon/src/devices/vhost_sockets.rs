@@ -3,32 +3,48 @@
 //! Invariant: each socket belongs to one export, by its index.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::os::unix::net::UnixStream;
 
+use nowait_control::ControlError;
 use nowait_nbd::Address;
-use nowait_server::{AnyExport, DeviceSocket, Listener};
+use nowait_server::{AnyExport, DeviceSocket, Listener, NewDevice, PausedDevice};
+use serde_json::Value;
 
 use crate::config::ServeConfig;
 use crate::config::export_spec::ExportIndices;
+use crate::config::listen_address;
 use crate::config::vhost_user_spec::DevicePlace;
+use crate::devices::device_kind::DeviceKind;
+use crate::disks::allowed_places::AllowedPlaces;
 use crate::disks::open_disk::OpenedDisk;
 use crate::error::{CliError, bind_failure};
-use crate::process::systemd;
 
-/// The connections of virtual machines that were handed over, by their descriptors; none if this
-/// program takes over those of another one. To be called before this process opens any descriptor.
-pub(crate) fn connections(
-    config: &ServeConfig,
-    takes_over: bool,
-) -> Result<HashMap<i32, UnixStream>, CliError> {
-    if takes_over {
-        return Ok(HashMap::new());
-    }
-    let numbers = config.vhost_user.iter().filter_map(|socket| match socket.socket {
-        DevicePlace::Descriptor(number) => Some(number),
-        DevicePlace::Path(_) | DevicePlace::ConnectsTo(_) => None,
-    });
-    numbers.map(|number| Ok((number, systemd::connection(number)?))).collect()
+/// How a socket at `path` is called.
+fn place(path: impl fmt::Display) -> String {
+    format!("vhost-user:{path}")
+}
+
+/// Where the VMMs of a device of another process connect, if they do.
+pub(crate) fn place_of(device: &PausedDevice) -> Option<String> {
+    let path = device.listener.as_ref()?.unix_path()?;
+    Some(place(path.display()))
+}
+
+/// Binds the socket `path` of an export that is added, which has to be one of `allowed`. Returns also where it is.
+///
+/// # Errors
+/// It is not allowed, not valid, or cannot be bound.
+pub(crate) fn added(
+    path: &str,
+    allowed: &AllowedPlaces,
+) -> Result<(NewDevice, String), ControlError> {
+    let path = allowed.socket(path)?;
+    let shown = path.display();
+    listen_address::unix(path.clone()).map_err(ControlError::Invalid)?;
+    let failed = |error| ControlError::Conflict(format!("{shown}: {error}"));
+    let socket = DeviceSocket::Listener(Listener::unix(&path).map_err(failed)?);
+    Ok((socket.into(), place(shown)))
 }
 
 /// The sockets of a server.
@@ -67,22 +83,24 @@ impl VhostSockets {
         }
         Ok(Self { by_export, connections, takes_over })
     }
+}
 
-    /// Whether no export has one.
-    pub(crate) fn is_empty(&self) -> bool {
+impl DeviceKind for VhostSockets {
+    fn is_empty(&self) -> bool {
         self.by_export.iter().all(Vec::is_empty)
     }
 
-    /// Sockets of the export of index `at`, as given.
-    pub(crate) fn places(&self, at: usize) -> Vec<String> {
-        self.by_export.get(at).into_iter().flatten().map(DevicePlace::to_string).collect()
+    fn places(&self, at: usize) -> Vec<String> {
+        self.by_export.get(at).into_iter().flatten().map(place).collect()
     }
 
-    /// The export of index `at`, at its sockets, which are bound.
-    ///
-    /// # Errors
-    /// One cannot be bound.
-    pub(crate) fn add_to(&mut self, at: usize, export: AnyExport) -> Result<AnyExport, CliError> {
+    fn describe(&self, at: usize, export: &mut Value) {
+        let sockets = self.by_export.get(at).into_iter().flatten().map(DevicePlace::to_string);
+        export["vhost_user"] = sockets.collect();
+    }
+
+    /// The sockets are bound.
+    fn add_to(&mut self, at: usize, export: AnyExport) -> Result<AnyExport, CliError> {
         if self.takes_over {
             return Ok(export);
         }

@@ -28,14 +28,11 @@ pub(crate) fn ready_lines(
             "image": opened.named.image.to_string_lossy(),
             "format": opened.image.format().name(),
             "uris": uris(config, listens, &opened.named),
-            "vhost_user": devices.sockets(at),
             "size_bytes": opened.image.size(),
             "read_only": opened.image.is_read_only(),
             "direct_io": opened.image.is_direct(),
         });
-        if let Some(device) = devices.local(at) {
-            export["node"] = device.node().into();
-        }
+        devices.describe(at, &mut export);
         export
     });
     if config.json {
@@ -60,9 +57,9 @@ pub(crate) fn ready_lines(
         format!("{ready}\n")
     } else {
         let uris = all.iter().flat_map(|opened| uris(config, listens, &opened.named));
-        let sockets = (0..all.len()).flat_map(|at| devices.sockets(at));
-        let sockets = sockets.map(|socket| format!("vhost-user:{socket}"));
-        let places = devices.local_paths().chain(uris).chain(sockets);
+        let local = (0..all.len()).flat_map(|at| devices.local_places(at));
+        let others = (0..all.len()).flat_map(|at| devices.other_places(at));
+        let places = local.chain(uris).chain(others);
         places.map(|place| format!("serving {place}\n")).collect()
     }
 }

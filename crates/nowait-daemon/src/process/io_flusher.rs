@@ -18,10 +18,11 @@ use crate::error::{CliError, os_message};
 /// `--io-flusher`, and the process may not (`EPERM`) or the kernel cannot (`EINVAL`, before Linux 5.6). Without that
 /// option the reason is a warning.
 pub(crate) fn set_if_asked(config: &ServeConfig) -> Result<(), CliError> {
-    let has_node = !config.ublk.is_empty();
-    if !config.io_flusher && !has_node {
+    let devices = config.devices().into_iter().find_map(|devices| devices.used_by_host());
+    if !config.io_flusher && devices.is_none() {
         return Ok(());
     }
+    let option = devices.unwrap_or_default();
     match configure_io_flusher_behavior(true) {
         Ok(()) => Ok(()),
         Err(errno) if config.io_flusher => {
@@ -29,7 +30,7 @@ pub(crate) fn set_if_asked(config: &ServeConfig) -> Result<(), CliError> {
         }
         Err(errno) => {
             let why = refusal(errno.into());
-            warn!("--ublk: when memory is short, this server may wait for its own node: {why}");
+            warn!("{option}: when memory is short, this server may wait for its own device: {why}");
             Ok(())
         }
     }

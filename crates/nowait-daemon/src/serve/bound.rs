@@ -126,7 +126,7 @@ fn bind_control(
 ) -> Result<(BoundControl, Upgrades), CliError> {
     let bound = BoundControl::bind(config, receiver)?;
     let control = bound.states()?;
-    let connects = config.connects_to_vmms();
+    let connects = config.connects_to_clients();
     Ok((bound, Upgrades { launcher, listeners, control, connects }))
 }
 

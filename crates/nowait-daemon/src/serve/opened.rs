@@ -165,13 +165,13 @@ fn queue_kind(config: &ServeConfig) -> Result<QueueKind, CliError> {
         Ok(ring) => {
             info!("io_uring: {}", ring.offered());
             info!("registered buffers: {}", summary::registrable());
-            let must = config.queue.is_some() || !config.ublk.is_empty();
+            let must = config.queue.is_some() || config.needs_ring().is_some();
             return Ok(if must { QueueKind::Uring } else { QueueKind::Auto });
         }
         Err(error) => Uring::refusal(error),
     };
-    if !config.ublk.is_empty() {
-        return Err(CliError::new(format!("{error}: --ublk needs it")));
+    if let Some(option) = config.needs_ring() {
+        return Err(CliError::new(format!("{error}: {option} needs it")));
     }
     if config.queue.is_some() {
         let what = format!("{error}: try --queue threads");

@@ -9,7 +9,7 @@ use nowait_nbd::Address;
 use nowait_server::Listener;
 use rustix::process::Rlimit;
 
-use crate::devices::vhost_sockets;
+use crate::devices;
 use crate::error::CliError;
 use crate::process::lifetime::Parent;
 use crate::process::systemd;
@@ -21,7 +21,7 @@ pub(super) struct Plan<'a> {
     /// The limit of descriptors with which the process was started.
     pub(super) descriptors: Rlimit,
     pub(super) parent: Parent,
-    /// Connections of virtual machines, by their descriptors.
+    /// Connections of clients of devices, by their descriptors.
     pub(super) connections: HashMap<i32, UnixStream>,
     /// Sockets that the service manager has handed over.
     pub(super) inherited: Vec<(Listener, Address)>,
@@ -37,7 +37,7 @@ impl<'a> Plan<'a> {
     /// A descriptor that was named is not a socket, or not open.
     pub(super) fn of(context: Context<'a>, descriptors: Rlimit) -> Result<Self, CliError> {
         let parent = Parent::now();
-        let connections = vhost_sockets::connections(context.config, context.receiver.is_some())?;
+        let connections = devices::connections(context.config, context.receiver.is_some())?;
         let inherited = systemd::sockets()?;
         *context.waiting =
             inherited.iter().filter_map(|(listener, _)| listener.try_clone().ok()).collect();

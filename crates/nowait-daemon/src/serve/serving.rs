@@ -12,7 +12,7 @@ use crate::config::ServeConfig;
 use crate::control::control_interface::ControlInterface;
 use crate::control::control_socket;
 use crate::control::running_server::{Additions, RunningServer};
-use crate::devices::Devices;
+use crate::devices::{Devices, place_of};
 use crate::disks::allowed_places::AllowedPlaces;
 use crate::disks::open_disk::{Common, OpenedDisk};
 use crate::disks::served_disks::{ServedDisk, ServedDisks};
@@ -131,22 +131,18 @@ fn served(
 ) -> Vec<ServedDisk> {
     let ids = server.exports().list().into_iter().map(|(id, _)| id);
     let served = |(at, (id, disk)): (usize, (_, OpenedDisk))| {
-        let sockets = devices.sockets(at).into_iter().map(|path| format!("vhost-user:{path}"));
         let uris = uris(config, listens, &disk.named);
-        let local = devices.local(at);
-        let node = local.iter().map(|device| device.node());
-        let places = node.chain(uris).chain(sockets).collect();
-        ServedDisk { id, disk, places, local }
+        let (local, others) = (devices.local_places(at), devices.other_places(at));
+        let places = local.chain(uris).chain(others).collect();
+        ServedDisk { id, disk, places, local: devices.local(at) }
     };
     ids.zip(all).enumerate().map(served).collect()
 }
 
-/// Adds the vhost-user sockets of `clients` that are none of the arguments.
+/// Adds the places of the devices of `clients` that are none of the arguments.
 fn add_places(served: &mut [ServedDisk], clients: &SavedClients) {
     for (export, device) in &clients.devices {
-        let path = device.listener.as_ref().and_then(|listener| listener.unix_path());
-        let place = path.map(|path| format!("vhost-user:{}", path.display()));
-        if let (Some(disk), Some(place)) = (served.get_mut(*export), place)
+        if let (Some(disk), Some(place)) = (served.get_mut(*export), place_of(device))
             && !disk.places.contains(&place)
         {
             disk.places.push(place);

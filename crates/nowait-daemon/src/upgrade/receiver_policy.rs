@@ -18,8 +18,8 @@ use nowait_server::BitmapSpec;
 
 use crate::config::ServeConfig;
 use crate::config::control_address::ControlAddress;
+use crate::config::device_options::DeviceOptions;
 use crate::config::export_spec::NamedExport;
-use crate::config::vhost_user_spec::DevicePlace;
 use crate::disks::allowed_places::AllowedPlaces;
 use crate::disks::default_image;
 use crate::upgrade::messages::{ExportState, ListenerState};
@@ -176,9 +176,8 @@ impl<'a> ReceiverPolicy<'a> {
     /// # Errors
     /// One line that names it.
     pub(crate) fn check_device(&self, state: &ListenerState) -> Result<(), CliError> {
-        let given = |path: &Path| {
-            self.config.vhost_user.iter().any(|it| it.socket == DevicePlace::Path(path.into()))
-        };
+        let given =
+            |path: &Path| self.config.devices().into_iter().any(|it| it.sockets().contains(&path));
         let allowed =
             |path: &Path| path.to_str().is_some_and(|path| self.places.socket(path).is_ok());
         let is_it =
@@ -191,8 +190,8 @@ impl<'a> ReceiverPolicy<'a> {
     /// # Errors
     /// One line that names it.
     pub(crate) fn check_vmm(&self, path: &OsStr) -> Result<(), CliError> {
-        let place = DevicePlace::ConnectsTo(path.into());
-        let is_it = self.config.vhost_user.iter().any(|it| it.socket == place);
+        let given = |it: &dyn DeviceOptions| it.sockets_of_clients().contains(&Path::new(path));
+        let is_it = self.config.devices().into_iter().any(given);
         require(is_it, "socket of a VMM", path)
     }
 
