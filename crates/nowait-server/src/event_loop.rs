@@ -5,9 +5,13 @@
 //! workers and other threads together. Nothing here depends on what a frontend speaks.
 
 #[cfg(feature = "sim")]
-mod sim_change;
+pub(crate) mod sim_change;
 #[cfg(feature = "sim")]
-mod sim;
+pub(crate) mod sim;
+#[cfg(feature = "sim")]
+pub(crate) mod simulated_vhost;
+#[cfg(feature = "sim")]
+pub(crate) mod simulated_ublk;
 #[cfg(feature = "sim")]
 mod sim_exports;
 #[cfg(test)]
@@ -33,11 +37,6 @@ use crate::served_export::Unused;
 use crate::slow_requests::KEY_MASK;
 use crate::thread_handle::ThreadHandle;
 use crate::threads::{Shared, ThreadContext};
-
-#[cfg(feature = "sim")]
-pub use crate::event_loop::sim::{SimParked, Simulated, SimulatedUblk, SimulatedVhost};
-#[cfg(feature = "sim")]
-pub use crate::event_loop::sim_change::SimChange;
 
 /// Retry interval of a member that waits for buffer memory while nothing of its thread is in
 /// flight.

@@ -58,6 +58,14 @@ pub use backup::scratch::scratch_file;
 pub use backup::sim_backup::SimBackup;
 pub use block_size::BlockSize;
 pub use dirty_bitmaps::bitmap_spec::{BitmapError, BitmapSpec, BitmapStatus, RestoreError};
+#[cfg(feature = "sim")]
+pub use event_loop::sim::{SimParked, Simulated};
+#[cfg(feature = "sim")]
+pub use event_loop::sim_change::SimChange;
+#[cfg(feature = "sim")]
+pub use event_loop::simulated_ublk::SimulatedUblk;
+#[cfg(feature = "sim")]
+pub use event_loop::simulated_vhost::SimulatedVhost;
 pub use export::{Export, ExportId};
 pub use export_error::ExportError;
 pub use exports::change_tracker::ChangeTracker;
@@ -77,9 +85,7 @@ pub use server::{
     ShutdownReport, Tls, TlsError,
 };
 #[cfg(feature = "sim")]
-pub use server::{
-    ServerBug, SimChange, SimParked, Simulated, SimulatedUblk, SimulatedVhost, die_after, inject,
-};
+pub use server::{ServerBug, die_after, inject};
 pub use statistics::{FrontendTotals, OpTotals};
 pub use threads::pause::{PausedExport, PausedServer};
 pub use ublk::device_set_up::UblkOptions;

@@ -12,8 +12,6 @@ use nowait::{Error, Operation};
 
 use crate::any_export::AnyExport;
 use crate::backup_transaction;
-#[cfg(feature = "sim")]
-pub use crate::event_loop::{SimChange, SimParked, Simulated, SimulatedUblk, SimulatedVhost};
 use crate::exports::Exports;
 use crate::frontends::export_device::ExportDevice;
 #[cfg(feature = "sim")]
