@@ -26,7 +26,7 @@ use crate::image_file::{FileId, ImageFile};
 use crate::lock::LockError;
 use crate::open_bitmaps::{OpenBitmaps, RawBitmaps};
 use crate::qcow2_disk::bitmap_store::BitmapStore;
-use crate::qcow2_disk::{self, OpenImage, Qcow2Map, ServeOptions};
+use crate::qcow2_disk::{self, Descriptions, OpenImage, Qcow2Map, ServeOptions};
 use crate::raw_bitmaps::BitmapsPlace;
 use crate::read_only_disk::{self, ReadOnlyMap};
 use crate::warning::Warning;
@@ -151,7 +151,7 @@ fn open_raw(
         .allow_mounted(allow_mounted)
         .cache_holes(cache_holes && is_alone)
         .allocate_ahead(allocate_ahead);
-    let storage = qcow2_disk::storage_with(file, options_of_file)?;
+    let storage = qcow2_disk::storage_with(file, options_of_file, Descriptions::Shared)?;
     let is_device = storage.properties().device;
     let device = BlockDevice::raw(storage, options_of_file);
     let mut device = device.map_err(|e| ImageError::os(file.path(), "open", &os_error(e)))?;

@@ -4,6 +4,7 @@
 //! every image format in which files may be cut short.
 
 use std::ffi::OsStr;
+use std::fs::File;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -63,6 +64,8 @@ pub(crate) enum Opening {
 pub struct ImageFile {
     path: PathBuf,
     storage: Arc<dyn Storage>,
+    /// The open file behind it, if it has a descriptor.
+    file: Option<Arc<File>>,
     /// The storage itself, if it is simulated.
     #[cfg(feature = "sim")]
     simulated: Option<Arc<SimStorage>>,
@@ -150,12 +153,14 @@ impl ImageFile {
 
     /// A file that was opened or made elsewhere, and is called `path`.
     pub(crate) fn of(path: PathBuf, file: impl Into<OwnedFd>) -> io::Result<Self> {
-        let storage = FileStorage::of(file.into()).map_err(os_error)?;
+        let file = Arc::new(File::from(file.into()));
+        let storage = FileStorage::of(file.clone()).map_err(os_error)?;
         #[cfg(test)]
         let storage = write_log::logged(&path, storage);
         Ok(Self {
             path,
             storage: Arc::new(storage),
+            file: Some(file),
             #[cfg(feature = "sim")]
             simulated: None,
         })
@@ -167,6 +172,7 @@ impl ImageFile {
         Self {
             path: name,
             storage,
+            file: None,
             #[cfg(feature = "sim")]
             simulated: None,
         }
@@ -189,7 +195,7 @@ impl ImageFile {
     pub fn simulated(device: &Arc<nowait::sim::SimDevice>, number: u16) -> Self {
         let storage = Arc::new(SimStorage::inspect(device, number));
         let path = format!("file-{number}").into();
-        Self { path, storage: storage.clone(), simulated: Some(storage) }
+        Self { path, storage: storage.clone(), file: None, simulated: Some(storage) }
     }
 
     /// The simulated file, if it is one.
@@ -210,6 +216,11 @@ impl ImageFile {
     /// `EOPNOTSUPP` for a storage without a descriptor.
     pub fn fd(&self) -> io::Result<BorrowedFd<'_>> {
         self.storage.descriptor().ok_or(Errno::OPNOTSUPP.into())
+    }
+
+    /// The open file description that has the locks, if it has one.
+    pub(crate) fn open_file(&self) -> Option<&Arc<File>> {
+        self.file.as_ref()
     }
 
     pub(crate) fn identity(&self) -> io::Result<FileId> {

@@ -17,6 +17,7 @@ use crate::config::choices::QueueChoice;
 use crate::config::export_spec::NamedExport;
 use crate::control::control_socket;
 use crate::disks::default_image;
+use crate::disks::descriptor_need;
 use crate::disks::open_disk::{self, Common, OpenedDisk, open_all};
 use crate::endpoints::signals::Ending;
 use crate::endpoints::tls_files::{self, TlsFiles};
@@ -127,7 +128,8 @@ fn open(context: &Context<'_>) -> Result<Images, CliError> {
         return Ok(Images { all, is_default: false, adopted: Some(clients), common });
     }
     let exports = if is_default { vec![default_export(context)?] } else { exports };
-    let opened = open_disk::common(config)
+    let opened = descriptor_need::check(config, &exports)
+        .and_then(|()| open_disk::common(config))
         .and_then(|common| open_all(config, exports, &common).map(|all| (all, common)));
     let (all, common) = opened.map_err(|error| error.with_status(CANNOT_OPEN))?;
     Ok(Images { all, is_default, adopted: None, common })

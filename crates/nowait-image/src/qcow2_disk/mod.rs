@@ -265,6 +265,9 @@ pub(crate) fn agree_on_direct(chain: &Chain, options: ServeOptions) -> Result<Di
     }
 }
 
+/// The refusal of a path that leads to another file than before.
+const REPLACED: &str = "another file has taken its place";
+
 /// Opens `file` a second time, for requests.
 pub(crate) fn storage_of(
     file: &ImageFile,
@@ -273,13 +276,24 @@ pub(crate) fn storage_of(
 ) -> Result<Arc<dyn Storage>, ImageError> {
     // The chain already holds its block devices exclusively.
     let options = OpenOptions::new().read_only(read_only).direct(direct).allow_mounted(true);
-    storage_with(file, options)
+    // Syncs of the chain's own writes do not take away what those of requests have to report.
+    storage_with(file, options, Descriptions::Own)
+}
+
+/// The open file descriptions of a storage.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Descriptions {
+    /// None is that of the image's file.
+    Own,
+    /// That of a regular file is one of them, which needs a descriptor less.
+    Shared,
 }
 
 /// Like [`storage_of`], with other options.
 pub(crate) fn storage_with(
     file: &ImageFile,
     options: OpenOptions,
+    descriptions: Descriptions,
 ) -> Result<Arc<dyn Storage>, ImageError> {
     let path = file.path();
     let os = |error: &std::io::Error| ImageError::os(path, "open", error);
@@ -290,18 +304,24 @@ pub(crate) fn storage_with(
     if let Some(storage) = file.remote() {
         return Ok(storage.clone());
     }
-    let storage = FileStorage::open(path, options).map_err(|error| match error.errno() {
+    let is_shared = descriptions == Descriptions::Shared && !file.is_block_device();
+    let opened = match file.open_file().filter(|_| is_shared) {
+        Some(open) => FileStorage::of_open_file(open.clone(), path, options),
+        None => FileStorage::open(path, options),
+    };
+    let storage = opened.map_err(|error| match error.errno() {
         libc::EOPNOTSUPP => {
             ImageError::refused(path, "its file system does no direct I/O (try --direct auto)")
         }
         libc::EBUSY => ImageError::refused(path, in_use(path)),
         libc::ENOMEDIUM => ImageError::refused(path, NO_MEDIUM),
+        libc::ESTALE => ImageError::refused(path, REPLACED),
         _ => os(&os_error(error)),
     })?;
     let opened = FileId::of(storage.lock_fd()).map_err(|error| os(&error))?;
     let locked = file.identity().map_err(|error| os(&error))?;
     if opened != locked {
-        return Err(ImageError::refused(path, "another file has taken its place"));
+        return Err(ImageError::refused(path, REPLACED));
     }
     #[cfg(test)]
     let storage = tests::file_observer::observed(storage);

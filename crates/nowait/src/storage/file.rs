@@ -33,7 +33,7 @@ pub struct FileStorage {
     /// This file without `O_DIRECT`, for transfers that direct I/O cannot do: parts of blocks,
     /// and the last block of a file that ends inside it. Syncs use it too; see
     /// [`FileStorage::sync`].
-    pub(super) buffered: File,
+    pub(super) buffered: Arc<File>,
     /// The file offset of `buffered`, which only an append uses.
     pub(super) appending: Mutex<()>,
     /// Whether the file was locked through this handle.
@@ -58,6 +58,17 @@ impl FileStorage {
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
         let opened = opening::open(path, options)?;
         Self::with(opened, options, probe_punch_hole)
+    }
+
+    /// The regular file `file`, which is at `path`, opened a second time for transfers. All else, and locks, are of the open
+    /// file description of `file`, so that one descriptor less is needed than by [`FileStorage::open`] beside it. No ring
+    /// may have that description.
+    ///
+    /// # Errors
+    /// Like [`FileStorage::open`]; `ESTALE` if another file is at `path`, `EINVAL` for a block device, and if `file` is not
+    /// open as `options` say: for reading only, or for both.
+    pub fn of_open_file(file: Arc<File>, path: &Path, options: OpenOptions) -> Result<Self, Error> {
+        Self::with(opening::open_beside(file, path, options)?, options, probe_punch_hole)
     }
 
     /// Opens the file at `path` as one that grows: parts of pages are written through the page cache,
@@ -85,7 +96,7 @@ impl FileStorage {
         if device && size == 0 {
             return Err(Error::new(libc::ENOMEDIUM, Operation::Open));
         }
-        let (buffered, read_only) = (File::from(buffered), options.read_only);
+        let read_only = options.read_only;
         let properties = StorageProperties {
             align,
             read_only,
@@ -129,22 +140,21 @@ impl FileStorage {
     ///
     /// # Errors
     /// `EISDIR` and `ENOTBLK` as [`FileStorage::open`]; the errno of fstat(2) or fcntl(2).
-    pub fn of(file: OwnedFd) -> Result<Self, Error> {
+    pub fn of(buffered: Arc<File>) -> Result<Self, Error> {
         let os = |e| Error::from_os(e, Operation::Open);
-        let stat = rustix::fs::fstat(&file).map_err(os)?;
+        let stat = rustix::fs::fstat(&buffered).map_err(os)?;
         let device = is_device(&stat)?;
-        let access = rustix::fs::fcntl_getfl(&file).map_err(os)? & OFlags::ACCMODE;
+        let access = rustix::fs::fcntl_getfl(&buffered).map_err(os)? & OFlags::ACCMODE;
         let properties = StorageProperties {
             align: Alignment::NONE,
             read_only: access == OFlags::RDONLY,
             nowait: false,
             punch_hole: false,
             device,
-            zeroing_block: if device { logical_block(&file) } else { 1 },
+            zeroing_block: if device { logical_block(&buffered) } else { 1 },
             shares_syncs: false,
         };
-        let (buffered, appending) = (File::from(file), Mutex::new(()));
-        let locked = AtomicBool::new(false);
+        let (appending, locked) = (Mutex::new(()), AtomicBool::new(false));
         let inode = SharedInode::of(inode_number(&stat, device));
         let (untorn, cache_flags) = (None, Flags::NONE);
         Ok(Self {

@@ -2,8 +2,10 @@
 //!
 //! Invariant: both descriptors are of the same file, and one that is there already is not changed.
 
+use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rustix::fs::{FileType, Mode, OFlags, Stat};
 use rustix::io::{Errno, retry_on_intr};
@@ -16,7 +18,7 @@ use crate::types::error::{Error, Operation};
 /// A file that was opened.
 pub(crate) struct Opened {
     /// Without `O_DIRECT`.
-    pub(crate) buffered: OwnedFd,
+    pub(crate) buffered: Arc<File>,
     /// With it, if that is possible and wanted.
     pub(crate) direct: OwnedFd,
     /// Requirements of `direct`.
@@ -54,7 +56,28 @@ pub(crate) fn open(path: &Path, options: OpenOptions) -> Result<Opened, Error> {
     };
     let (direct, align) = open_for_transfers(&again, flags, options.direct)?;
     is_same(&direct, &stat)?;
+    let buffered = Arc::new(File::from(buffered));
     Ok(Opened { buffered, direct, align, stat, device })
+}
+
+/// Opens the regular file `buffered`, which is at `path`, for transfers, too.
+///
+/// # Errors
+/// Like [`crate::FileStorage::of_open_file`].
+pub(crate) fn open_beside(
+    buffered: Arc<File>,
+    path: &Path,
+    options: OpenOptions,
+) -> Result<Opened, Error> {
+    let stat = rustix::fs::fstat(&buffered).map_err(os)?;
+    let access = rustix::fs::fcntl_getfl(&buffered).map_err(os)? & OFlags::ACCMODE;
+    let wanted = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
+    if is_device(&stat)? || access != wanted {
+        return Err(os(Errno::INVAL));
+    }
+    let (direct, align) = open_for_transfers(path, wanted | OFlags::CLOEXEC, options.direct)?;
+    is_same(&direct, &stat)?;
+    Ok(Opened { buffered, direct, align, stat, device: false })
 }
 
 fn make(path: &Path, flags: OFlags, options: OpenOptions) -> Result<(OwnedFd, Stat), Error> {
@@ -135,5 +158,45 @@ fn open_noatime(path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
     match rustix::fs::open(path, flags | OFlags::NOATIME, Mode::empty()) {
         Err(Errno::PERM) => rustix::fs::open(path, flags, Mode::empty()),
         opened => opened,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{FileStorage, Storage};
+
+    fn both(path: &Path) -> Arc<File> {
+        Arc::new(File::options().read(true).write(true).open(path).unwrap())
+    }
+
+    #[test]
+    fn a_file_that_is_open_gets_one_descriptor_more_for_transfers() {
+        let named = tempfile::NamedTempFile::new().unwrap();
+        named.as_file().set_len(8192).unwrap();
+        let file = both(named.path());
+        let options = OpenOptions::new();
+        let storage = FileStorage::of_open_file(file.clone(), named.path(), options).unwrap();
+        assert_eq!(storage.lock_fd().as_raw_fd(), file.as_raw_fd());
+        assert_ne!(storage.descriptor().unwrap().as_raw_fd(), file.as_raw_fd());
+        assert_eq!(storage.size().unwrap(), 8192);
+        // It lives as long as one of the two.
+        drop(file);
+        storage.sync().unwrap();
+    }
+
+    #[test]
+    fn a_file_that_is_open_otherwise_or_has_been_replaced_is_refused() {
+        let [named, other] = [(); 2].map(|()| tempfile::NamedTempFile::new().unwrap());
+        let of = |file: Arc<File>, path: &Path, read_only| {
+            let options = OpenOptions::new().read_only(read_only);
+            FileStorage::of_open_file(file, path, options).map(drop).map_err(|it| it.errno())
+        };
+        let read = || Arc::new(File::open(named.path()).unwrap());
+        assert_eq!(of(read(), named.path(), true), Ok(()));
+        assert_eq!(of(read(), named.path(), false), Err(libc::EINVAL));
+        assert_eq!(of(both(named.path()), named.path(), true), Err(libc::EINVAL));
+        assert_eq!(of(both(named.path()), named.path(), false), Ok(()));
+        assert_eq!(of(both(named.path()), other.path(), false), Err(libc::ESTALE));
     }
 }
