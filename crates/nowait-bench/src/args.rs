@@ -13,7 +13,7 @@ use nowait_daemon::size;
 use nowait_remote::Location;
 
 use crate::server::ServerKind;
-use crate::workload::{Caching, ClientKind, Transport};
+use crate::workload::{Caching, Transport};
 
 /// A shorter copy ends too soon to be timed.
 const COPIED_BYTES_MIN: u64 = 16 << 20;
@@ -121,18 +121,6 @@ pub struct BenchArgs {
     #[arg(long, value_name = "HOW", value_enum)]
     pub transport: Option<Transport>,
 
-    /// peers: who makes the requests, own without it; fio as a check of the figures, without TLS and without a flood beside it
-    #[arg(long, value_name = "WHO", value_enum)]
-    pub client: Option<ClientKind>,
-
-    /// vectored: latency of the made-up queue, as in 100us or 4ms; can be given more than once
-    #[arg(long, value_name = "TIME", value_delimiter = ',', value_parser = parse_latency)]
-    pub latency: Vec<Duration>,
-
-    /// peers and the engine's tables: put the report into FILE as one HTML page, too
-    #[arg(long, value_name = "FILE")]
-    pub html: Option<PathBuf>,
-
     /// Print one JSON object, for scripts
     #[arg(long)]
     pub json: bool,
@@ -175,18 +163,12 @@ impl BenchArgs {
         if self.servers.is_empty() { ServerKind::ALL.to_vec() } else { self.servers.clone() }
     }
 
-    /// Latencies of the made-up queue.
-    pub fn latency(&self) -> Vec<Duration> {
-        let without = [Duration::from_micros(100), Duration::from_millis(4)];
-        if self.latency.is_empty() { without.to_vec() } else { self.latency.clone() }
-    }
-
     /// Checks that WHAT has the given options, and that they fit each other.
     ///
     /// # Errors
     /// A message for the user.
     pub fn check(&self) -> Result<(), String> {
-        use What::{All, Copy, Images, Isolation, Nowait, Peers, Vectored};
+        use What::{Copy, Images, Isolation, Nowait, Peers};
         let what = self.what;
         let is = |allowed: &[What]| allowed.contains(&what);
         let of_tables = "all but copy, images and isolation";
@@ -198,12 +180,9 @@ impl BenchArgs {
             (self.connections.is_some(), is(&[Peers]), "--connections", "peers"),
             (self.caching.is_some(), is(&[Peers]), "--caching", "peers"),
             (self.transport.is_some(), is(&[Peers]), "--transport", "peers"),
-            (self.client.is_some(), is(&[Peers]), "--client", "peers"),
             (!self.servers.is_empty(), is(&[Peers, Images]), "--servers", "peers and images"),
             (self.only.is_some(), !is(&[Copy]), "--only", "all but copy"),
-            (!self.latency.is_empty(), is(&[Vectored, All]), "--latency", "vectored and all"),
             (self.file.is_some(), !is(&[Copy, Images, Isolation]), "--file", of_tables),
-            (self.html.is_some(), !is(&[Copy, Images, Isolation]), "--html", of_tables),
             (self.seconds.is_some(), !is(&[Copy]), "--seconds", "all but copy"),
         ];
         match options.into_iter().find(|(is_given, has, ..)| *is_given && !has) {
@@ -211,15 +190,11 @@ impl BenchArgs {
                 let name = what.name();
                 Err(format!("bench {name} has no {option}: it is an option of {of}"))
             }
-            None => self.check_together(),
+            None => self.check_in_flight(),
         }
     }
 
-    fn check_together(&self) -> Result<(), String> {
-        let by_fio = self.client == Some(ClientKind::Fio);
-        if by_fio && self.transport == Some(Transport::VhostUser) {
-            return Err("fio does not speak vhost-user".to_owned());
-        }
+    fn check_in_flight(&self) -> Result<(), String> {
         let in_flight = u64::from(self.jobs) * u64::from(self.depth);
         let fits = |bytes: &u64| in_flight * bytes <= IN_FLIGHT_BYTES_MAX;
         match self.block_size.iter().all(fits) {
@@ -237,17 +212,17 @@ pub enum What {
     /// Copies of disks: nowait copy, qemu-img convert and nbdcopy, those that are installed
     Copy,
     /// Image formats: raw, qcow2 and a chain of three, served by nowait and by QEMU's servers, on
-    /// images that are made for it in $TMPDIR or /var/tmp
+    /// images of 128M that are made for it in $TMPDIR or /var/tmp
     Images,
     /// The latencies of one client, alone and beside others of the same server: with a disk that stops answering,
     /// one that takes 100 ms a request, one that fails every request, and a client that floods. The disks are on a
     /// FUSE file system
     Isolation,
-    /// The engine's simple path on and off: 4K random, all of the library's interfaces
+    /// The engine's simple path on and off: 4K random
     Simple,
     /// Writes completed by the thread that reaps them, and by a detour over another
     Completion,
-    /// Segments all together, and one after the other; small segments merged or not
+    /// Segments all together, and one after the other
     Vectored,
     /// Request slots from the engine's slab, and from the allocator
     Pool,
@@ -260,8 +235,7 @@ pub enum What {
     Durable,
     /// Records of the library's log, and one durable write for each
     Log,
-    /// The engine on io_uring and on Linux AIO, the library's other interfaces, a bare io_uring loop, plain
-    /// calls, and fio where it is installed
+    /// The engine on io_uring and on Linux AIO, the library's other interfaces, a bare io_uring loop and plain calls
     Engines,
     /// All of the engine's tables: all but peers, copy, images and isolation
     All,
@@ -296,20 +270,6 @@ fn one_line(error: &clap::Error) -> String {
     format!("{} (see 'nowait bench --help')", why.join(" "))
 }
 
-fn parse_latency(text: &str) -> Result<Duration, &'static str> {
-    const RULE: &str = "a time above 0 up to 1s, as in 100us, 4ms, 1s";
-    let split = text.find(|c: char| !c.is_ascii_digit()).ok_or(RULE)?;
-    let (number, unit) = text.split_at(split);
-    let number: u64 = number.parse().map_err(|_| RULE)?;
-    let time = match unit {
-        "us" => Duration::from_micros(number),
-        "ms" => Duration::from_millis(number),
-        "s" => Duration::from_secs(number),
-        _ => return Err(RULE),
-    };
-    if time.is_zero() || time > Duration::from_secs(1) { Err(RULE) } else { Ok(time) }
-}
-
 fn parse_copied(text: &str) -> Result<u64, String> {
     match size::parse(text)? {
         bytes if bytes >= COPIED_BYTES_MIN => Ok(bytes),
@@ -337,7 +297,7 @@ Examples:
   nowait bench copy --directory /mnt/fast   copies side by side, in a directory made there
   nowait bench images                       raw, qcow2 and a chain, past the page cache
   nowait bench isolation                    a client beside neighbours that misbehave
-  nowait bench all --html report.html       each of the engine's mechanisms, on against off
+  nowait bench all                          each of the engine's mechanisms, on against off
   nowait bench peers --file /mnt/fast/scratch.img --overwrite --seconds 3
   nowait bench nowait --device /dev/ublkb0 --device /dev/loop0
                                             two devices, 4K reads by 12 jobs of depth 16
@@ -361,10 +321,8 @@ mod tests {
         for (line, why) in [
             ("nowait-bench copy --seconds 2", "all but copy"),
             ("nowait-bench images --file f", "all but copy, images and isolation"),
-            ("nowait-bench isolation --html f", "all but copy, images and isolation"),
-            ("nowait-bench simple --client fio", "an option of peers"),
-            ("nowait-bench peers --latency 1ms", "vectored and all"),
-            ("nowait-bench peers --client fio --transport vhost-user", "does not speak vhost-user"),
+            ("nowait-bench isolation --file f", "all but copy, images and isolation"),
+            ("nowait-bench simple --caching direct", "an option of peers"),
             (
                 "nowait-bench nowait --device /d --jobs 64 --depth 1024 --block-size 4K,1M",
                 "more than 1 GiB",
@@ -373,7 +331,7 @@ mod tests {
             let refused = check(line).unwrap_err();
             assert!(refused.contains(why), "{line}: {refused}");
         }
-        assert_eq!(check("nowait-bench peers --client fio --connections 2 --seconds 2"), Ok(()));
+        assert_eq!(check("nowait-bench peers --connections 2 --seconds 2"), Ok(()));
     }
 
     #[test]
@@ -403,14 +361,5 @@ mod tests {
                 .servers,
             [ServerKind::QemuNbd, ServerKind::Nbdkit]
         );
-    }
-
-    #[test]
-    fn a_latency_has_a_unit_and_a_bound() {
-        assert_eq!(parse_latency("100us"), Ok(Duration::from_micros(100)));
-        assert_eq!(parse_latency("4ms"), Ok(Duration::from_millis(4)));
-        for text in ["", "4", "ms", "0us", "2s", "1m", "99999999999999999999us"] {
-            assert!(parse_latency(text).is_err(), "{text}");
-        }
     }
 }

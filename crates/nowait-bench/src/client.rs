@@ -7,7 +7,6 @@
 //! client.
 
 use std::io;
-use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
@@ -26,8 +25,6 @@ use crate::workload::{Direction, Workload};
 
 /// More than a Unix socket buffers by default, so that one receive can take all of it.
 const RECEIVE_BYTES: usize = 256 * 1024;
-/// The byte of [`Payload::Plain`]; not 0, because some servers detect zeros.
-const PLAIN: u8 = 0x6e;
 /// [`SILENCE_MAX`], for poll(2).
 const SILENCE_MAX_POLL: Timespec = Timespec { tv_sec: SILENCE_MAX.as_secs() as i64, tv_nsec: 0 };
 
@@ -64,16 +61,6 @@ impl ConnectOptions<'_> {
     }
 }
 
-/// The data of writes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Payload {
-    /// Data that cannot be compressed.
-    Random,
-    /// One byte everywhere, which storage that compresses can handle cheaply. For measurements
-    /// of the cost of a write in the server, not of a processor that emulates a disk.
-    Plain,
-}
-
 /// A load on a server.
 pub(crate) trait Load {
     /// Keeps all slots busy for `duration`, or until `stop`; adds the latency of each completed
@@ -96,21 +83,19 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Opens `connections` connections with `connect_options` and applies the load to the bytes
-    /// `over` of the export.
+    /// Opens `connections` connections with `connect_options` and applies the load to the first
+    /// `bytes` of the export.
     pub(crate) fn connect(
         connect_options: &ConnectOptions<'_>,
         workload: &Workload,
         connections: usize,
-        over: Range<u64>,
-        payload: Payload,
+        bytes: u64,
     ) -> io::Result<Client> {
-        let (start, bytes) = (over.start, over.end - over.start);
-        let region = Region { start, bytes, block: workload.block_bytes as u64 };
+        let region = Region { start: 0, bytes, block: workload.block_bytes as u64 };
         let connections = (0..connections)
             .map(|index| {
                 let (nbd, offered) = connect_options.open()?;
-                if offered.size < over.end {
+                if offered.size < bytes {
                     return Err(io::Error::other("the export is smaller than the file"));
                 }
                 if offered.flags & FLAG_READ_ONLY != 0 && workload.direction == Direction::Write {
@@ -118,7 +103,7 @@ impl Client {
                 }
                 let first = region.blocks() * index as u64 / connections as u64;
                 let offsets = Offsets::endless(workload.order, region, first);
-                Ok(Connection::new(nbd, Batch::new(workload, payload), workload, offsets))
+                Ok(Connection::new(nbd, Batch::new(workload), workload, offsets))
             })
             .collect::<io::Result<_>>()?;
         Ok(Client { connections })
@@ -311,17 +296,15 @@ struct Batch {
 }
 
 impl Batch {
-    fn new(workload: &Workload, payload: Payload) -> Batch {
+    fn new(workload: &Workload) -> Batch {
         let (command, data_bytes) = match workload.direction {
             Direction::Read => (CMD_READ, 0),
             Direction::Write => (CMD_WRITE, workload.block_bytes),
         };
         let stride = REQUEST_BYTES + data_bytes;
         let mut bytes = vec![0; stride * workload.depth];
-        match payload {
-            Payload::Random => Rng::with_seed(0).fill(&mut bytes),
-            Payload::Plain => bytes.fill(PLAIN),
-        }
+        // Data that cannot be compressed.
+        Rng::with_seed(0).fill(&mut bytes);
         Batch { bytes, command, block_bytes: workload.block_bytes as u32, stride }
     }
 
@@ -356,7 +339,7 @@ mod tests {
         let (direction, order) = (Direction::Write, Order::Random);
         let (durable, beside) = (false, None);
         let load = Workload { direction, order, block_bytes: 4096, depth: 2, durable, beside };
-        let mut batch = Batch::new(&load, Payload::Random);
+        let mut batch = Batch::new(&load);
         batch.set(0, 7, 4096);
         batch.set(1, 8, 8192);
         let sent = batch.first(2);

@@ -17,8 +17,6 @@ pub enum Error {
         /// The mistake, and the remedy.
         problem: String,
     },
-    /// A program that was asked for is not installed.
-    NoProgram(&'static str),
     /// No row has the text of `--only` in its title.
     NoRow {
         /// The text.
@@ -45,7 +43,6 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Error::File { path, problem } => write!(f, "{}: {problem}", path.display()),
-            Error::NoProgram(name) => write!(f, "{name} is not installed"),
             Error::NoRow { only } => write!(f, "--only {only}: no row has this in its title"),
             Error::NoServer => write!(
                 f,

@@ -16,7 +16,6 @@
 
 mod error;
 mod address;
-mod page;
 mod table;
 mod workload;
 mod certificates;
@@ -25,6 +24,7 @@ mod cpus;
 mod cancel;
 mod machine;
 mod other_programs;
+mod image_kind;
 mod test_file;
 mod server;
 mod args;
@@ -35,11 +35,9 @@ mod client;
 mod split_queue;
 mod vhost_client;
 mod test_images;
-mod fio;
 mod samples;
 mod measurement;
 mod peers;
-mod image_formats;
 mod copying;
 mod isolation;
 mod ablation;
@@ -52,19 +50,18 @@ pub use cancel::CancelFlag;
 pub use error::Error;
 pub use report::Report;
 pub use server::ServerKind;
-pub use workload::{Caching, ClientKind, Transport};
+pub use workload::{Caching, Transport};
 
 /// Measures, writes the result to `out` and returns it. What fails is left out of its table, or named there, and named
 /// in the report.
 ///
 /// # Errors
-/// [`Error::NoRow`], [`Error::NoProgram`] and [`Error::File`] before anything is started, [`Error::NoServer`] if nothing
-/// can be, [`Error::System`] if `out` or the page cannot be written or what is measured on cannot be made.
+/// [`Error::NoRow`] and [`Error::File`] before anything is started, [`Error::NoServer`] if nothing
+/// can be, [`Error::System`] if `out` cannot be written or what is measured on cannot be made.
 pub fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
     match bench.args.what {
-        What::Peers => peers::run(bench, out),
+        What::Peers | What::Images => peers::run(bench, out),
         What::Copy => copying::run(bench, out),
-        What::Images => image_formats::run(bench, out),
         What::Isolation => isolation::run(bench, out),
         What::Nowait if !bench.args.device.is_empty() => ablation::run_devices(bench, out),
         _ => ablation::run(bench, out),

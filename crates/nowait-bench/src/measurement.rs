@@ -3,7 +3,6 @@
 //! Invariant: the server has ended when the measurement returns, on success and on failure, and the
 //! affinity of the calling thread is restored.
 
-use std::ops::Range;
 use std::time::{Duration, Instant};
 use std::{io, thread};
 
@@ -11,20 +10,18 @@ use nowait_nbd::Address;
 use rustix::time::ClockId;
 use tempfile::TempDir;
 
-use crate::address;
 use crate::bench::Bench;
 use crate::cancel::CancelFlag;
 use crate::certificates::Certificates;
-use crate::client::{Client, ConnectOptions, Interval, Load, Payload, latency_histogram};
+use crate::client::{Client, ConnectOptions, Interval, Load, latency_histogram};
 use crate::cpus::Placement;
 use crate::error::Error;
-use crate::fio;
 use crate::process_stats::{CpuTime, clock_ns, resident_bytes};
 use crate::samples::Sample;
 use crate::server::{Program, Server};
 use crate::test_file::Target;
 use crate::vhost_client::VhostClient;
-use crate::workload::{BackgroundLoad, ClientKind, Conditions, Transport, Workload};
+use crate::workload::{Conditions, Transport, Workload, flood};
 
 const WARM_UP: Duration = Duration::from_millis(200);
 const BYTES_PER_MIB: f64 = 1_048_576.0;
@@ -38,7 +35,6 @@ pub(crate) struct Runner<'a> {
     certificates: Certificates,
     /// A directory for sockets and messages.
     scratch: TempDir,
-    client: ClientKind,
     duration: Duration,
     stop: &'a CancelFlag,
 }
@@ -49,9 +45,8 @@ impl<'a> Runner<'a> {
             .map_err(Error::system("making a directory for sockets"))?;
         let certificates = Certificates::make().map_err(Error::system("making certificates"))?;
         let (duration, stop) = (bench.args.duration(), &bench.stop);
-        let client = bench.args.client.unwrap_or(ClientKind::Own);
         let placement = Placement::choose()?;
-        Ok(Self { placement, certificates, scratch, client, duration, stop })
+        Ok(Self { placement, certificates, scratch, duration, stop })
     }
 
     /// Measures `program` on `target` once, with so many `connections`: of vhost-user they are
@@ -99,27 +94,18 @@ impl<'a> Runner<'a> {
             })?;
             return self.measure_client(client, server);
         }
-        if self.client == ClientKind::Fio {
-            return self.measure_by_fio(server, (export, connections), target, workload);
-        }
         let certificates = (terms.transport == Transport::Tls).then_some(&self.certificates);
-        let mut connect = |workload: &Workload, connections, over: Range<u64>, payload| {
+        let mut connect = |workload: &Workload, connections| {
             server.when_ready(|address| {
                 let connect_options = ConnectOptions { address, export, certificates };
-                Client::connect(&connect_options, workload, connections, over.clone(), payload)
+                Client::connect(&connect_options, workload, connections, target.bytes)
             })
         };
-        let client = connect(workload, connections, 0..target.bytes, Payload::Random)?;
-        let Some(neighbour) = workload.beside else {
+        let client = connect(workload, connections)?;
+        let Some(load) = workload.beside.map(flood) else {
             return self.measure_client(client, server);
         };
-        let load = neighbour.load();
-        let spare = target.bytes..target.bytes + target.spare_bytes;
-        let (over, payload) = match neighbour {
-            BackgroundLoad::Flood(_) => (0..target.bytes, Payload::Random),
-            BackgroundLoad::Allocations => (spare, Payload::Plain),
-        };
-        let beside = connect(&load, 1, over, payload)?;
+        let beside = connect(&load, 1)?;
         let enough = CancelFlag::default();
         thread::scope(|scope| {
             let beside = scope.spawn(|| run_until(beside, &enough));
@@ -129,40 +115,6 @@ impl<'a> Runner<'a> {
                 beside.join().map_err(|_| io::Error::other("the neighbour's client panicked"))?;
             let bytes_a_second = beside?.per_second() * load.block_bytes as f64;
             Ok(Sample { beside_mib_s: bytes_a_second / BYTES_PER_MIB, ..sample? })
-        })
-    }
-
-    /// Like `measure`, with fio as the client.
-    fn measure_by_fio(
-        &self,
-        server: &mut Server,
-        (export, connections): (&str, usize),
-        target: &Target,
-        workload: &Workload,
-    ) -> io::Result<Sample> {
-        let address =
-            server.when_ready(|address| address::check(address).map(|()| address.clone()))?;
-        let before = CpuTime::read(server.pid())?;
-        let arguments = [
-            "--ioengine=nbd".to_owned(),
-            format!("--uri={}", address.uri(export, false)),
-            format!("--iodepth={}", workload.depth),
-            format!("--size={}", target.bytes),
-            format!("--numjobs={connections}"),
-        ];
-        let figures = fio::run(&arguments, workload, self.duration, self.stop)?;
-        let [p50_us, _, p99_us, _] = figures
-            .latency_us
-            .ok_or_else(|| io::Error::other("fio: its answer holds no latencies"))?;
-        let used_ns = CpuTime::read(server.pid())?.since(&before) as f64;
-        Ok(Sample {
-            iops: figures.iops,
-            p50_us,
-            p99_us,
-            server_cpu_us: used_ns / NS_PER_US / figures.requests,
-            server_rss_mib: resident_bytes(server.pid())? as f64 / BYTES_PER_MIB,
-            client_busy: figures.busy,
-            beside_mib_s: 0.0,
         })
     }
 

@@ -1,4 +1,4 @@
-//! The comparison of servers, by NBD or vhost-user: for each table and workload, each server in turn,
+//! The comparison of servers, by NBD or vhost-user, and on images: for each table and workload, each server in turn,
 //! round after round.
 //!
 //! Invariant: at most one server runs at a time.
@@ -11,21 +11,20 @@ use nowait_nbd::Address;
 use serde_json::{Value, json};
 
 use crate::address;
-use crate::args::BenchArgs;
+use crate::args::{BenchArgs, What};
 use crate::bench::Bench;
 use crate::certificates::SUITE;
 use crate::error::Error;
-use crate::fio;
+use crate::image_kind::ImageKind;
 use crate::machine::Machine;
 use crate::measurement::Runner;
-use crate::page::escaped;
 use crate::report::{Entry, Report, Reporter};
 use crate::samples::{Sample, cells, json as figures_json, titles};
 use crate::server::{Program, ServerFiles, ServerKind, Servers};
-use crate::table::{aligned, html_cells, ratio};
-use crate::test_file::{Access, Format, Target};
-use crate::test_images::{ImageKind, TestImages};
-use crate::workload::{Caching, ClientKind, Conditions, Transport, Workload};
+use crate::table::{aligned, ratio};
+use crate::test_file::{Access, Target};
+use crate::test_images::TestImages;
+use crate::workload::{Caching, Conditions, Direction, Transport, Workload, flood};
 
 /// The port that the command lines in a report show.
 const EXAMPLE_PORT: u16 = 10809;
@@ -35,17 +34,18 @@ const CLIENT_BUSY_LIMIT: f64 = 0.9;
 /// The numbers of queues of a virtual machine that are measured.
 const QUEUES: [usize; 2] = [1, 2];
 
-/// The tables, on images of `formats`. There are none over TCP and vhost-user unless they are asked for; fio makes no
-/// requests over TLS or beside others here.
-fn tables(args: &BenchArgs, formats: &[Format]) -> Vec<TableTerms> {
-    let by_fio = args.client == Some(ClientKind::Fio);
+/// The tables, on `images`. There are none over TCP and vhost-user unless they are asked for. Formats are compared past the
+/// page cache, which would hide them.
+fn tables(args: &BenchArgs, images: &[ImageKind]) -> Vec<TableTerms> {
+    let of_images = args.what == What::Images;
     let is_chosen = |terms: &Conditions| {
         let transport = match args.transport {
             Some(transport) => terms.transport == transport,
+            None if of_images => terms.transport == Transport::Plain,
             None => !matches!(terms.transport, Transport::Tcp | Transport::VhostUser),
         };
-        let by_fio = by_fio && terms.transport == Transport::Tls;
-        transport && !by_fio && args.caching.is_none_or(|caching| terms.caching == caching)
+        let caching = if of_images { Some(Caching::Direct) } else { args.caching };
+        transport && caching.is_none_or(|caching| terms.caching == caching)
     };
     let mut tables = Vec::new();
     for terms in Conditions::ALL.into_iter().filter(is_chosen) {
@@ -54,8 +54,8 @@ fn tables(args: &BenchArgs, formats: &[Format]) -> Vec<TableTerms> {
             (Transport::VhostUser, None) => &QUEUES,
             _ => of_nbd,
         };
-        for &format in formats {
-            let table = |&connections: &usize| TableTerms { terms, connections, format };
+        for &image in images {
+            let table = |&connections: &usize| TableTerms { terms, connections, image };
             tables.extend(connections.iter().map(table));
         }
     }
@@ -63,17 +63,16 @@ fn tables(args: &BenchArgs, formats: &[Format]) -> Vec<TableTerms> {
 }
 
 fn workloads(args: &BenchArgs) -> Result<Vec<Workload>, Error> {
-    let all = match args.transport {
-        Some(Transport::VhostUser) => Workload::of_virtual_machines(),
+    let all = match (args.what, args.transport) {
+        (What::Images, _) => Workload::of_images(),
+        (_, Some(Transport::VhostUser)) => Workload::of_virtual_machines(),
         _ => Workload::standard(),
     };
-    let mut chosen = only(args.only.as_deref(), all, Workload::to_string)?;
-    chosen.retain(|it| args.client != Some(ClientKind::Fio) || it.beside.is_none());
-    Ok(chosen)
+    only(args.only.as_deref(), all, Workload::to_string)
 }
 
 /// The items of `all` whose title contains `text`.
-pub(crate) fn only<T>(
+fn only<T>(
     text: Option<&str>,
     mut all: Vec<T>,
     title: impl Fn(&T) -> String,
@@ -84,36 +83,39 @@ pub(crate) fn only<T>(
     if all.is_empty() { Err(nothing) } else { Ok(all) }
 }
 
-/// Measures servers; without a file vhost-user is also measured on a qcow2 image, if qemu-img is installed.
+/// Measures servers; without a file vhost-user is also measured on a qcow2 image, if qemu-img is installed. Image formats
+/// are measured on images that are made, which nbdkit cannot serve all of.
 pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
     let args = &bench.args;
+    let of_images = args.what == What::Images;
     let of_vhost_user = args.transport == Some(Transport::VhostUser);
-    if args.client == Some(ClientKind::Fio) && fio::version().is_none() {
-        return Err(Error::NoProgram("fio"));
-    }
     let mut workloads = workloads(args)?;
-    let mut reporter = Reporter::begin(bench, out)?;
+    let mut reporter = Reporter::begin(bench, out);
     let mut kinds = args.servers();
     kinds.retain(|kind| args.transport.is_none_or(|transport| kind.has(transport)));
+    kinds.retain(|kind| !of_images || *kind != ServerKind::Nbdkit);
     let servers = Servers::find(&kinds, bench.nowait.as_deref())?;
-    let direct = args.caching != Some(Caching::PageCache);
-    let target = Target::open(args.file.as_deref(), args.overwrite, direct)?;
-    workloads.retain(|workload| target.access == Access::ReadWrite || !workload.writes());
-    let mut targets = vec![target];
-    let images = match &args.file {
-        None if of_vhost_user && TestImages::has_tools() => Some(TestImages::make()?),
-        _ => None,
-    };
-    if let Some(images) = &images {
-        let image = images.image(ImageKind::Qcow2);
-        targets.push(image.map_err(Error::system("opening the qcow2 image"))?);
+    let mut targets = Vec::new();
+    if !of_images {
+        let direct = args.caching != Some(Caching::PageCache);
+        targets.push(Target::open(args.file.as_deref(), args.overwrite, direct)?);
     }
+    let makes = of_images || (of_vhost_user && args.file.is_none() && TestImages::has_tools());
+    let images = makes.then(TestImages::make).transpose()?;
+    let kinds = if of_images { &ImageKind::ALL[..] } else { &[ImageKind::Qcow2] };
+    for (images, kind) in
+        images.iter().flat_map(|images| kinds.iter().map(move |kind| (images, *kind)))
+    {
+        targets.push(images.image(kind).map_err(Error::system("opening an image"))?);
+    }
+    let writes = |target: &Target| target.access == Access::ReadWrite;
+    workloads.retain(|workload| targets.iter().all(writes) || !workload.writes());
     let runner = Runner::new(bench)?;
-    let formats: Vec<Format> = targets.iter().map(|target| target.format).collect();
-    let tables = tables(args, &formats);
-    let peers = Peers { bench, targets, servers, machine: Machine::this()?, runner };
+    let kinds: Vec<ImageKind> = targets.iter().map(|target| target.image).collect();
+    let tables = tables(args, &kinds);
+    let peers = Peers { bench, targets, images, servers, machine: Machine::this()?, runner };
     let entries = tables.len() * workloads.len() * peers.servers.programs.len();
-    reporter.heading(peers.heading(), entries)?;
+    reporter.heading(&peers.heading(), entries)?;
     for terms in tables {
         if !peers.table(terms, &workloads, &mut reporter)? {
             break;
@@ -128,18 +130,19 @@ struct TableTerms {
     terms: Conditions,
     /// Connections, or queues of vhost-user.
     connections: usize,
-    format: Format,
+    image: ImageKind,
 }
 
-/// Text: `direct, TLS`, or `direct, vhost-user, 2 queue(s), qcow2`.
+/// Text: `direct, TLS`, `direct, qcow2`, or `direct, vhost-user, 2 queue(s), qcow2`.
 impl fmt::Display for TableTerms {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let TableTerms { terms, connections, format } = self;
-        match terms.transport {
-            Transport::VhostUser => {
-                write!(f, "{terms}, {connections} queue(s), {}", format.name())
+        let TableTerms { terms, connections, image } = self;
+        match (terms.transport, image) {
+            (Transport::VhostUser, _) => {
+                write!(f, "{terms}, {connections} queue(s), {}", image.name())
             }
-            Transport::Plain | Transport::Tcp | Transport::Tls => terms.fmt(f),
+            (_, ImageKind::Raw) => terms.fmt(f),
+            _ => write!(f, "{terms}, {}", image.name()),
         }
     }
 }
@@ -147,8 +150,10 @@ impl fmt::Display for TableTerms {
 /// The servers and images that all tables have in common.
 struct Peers<'a> {
     bench: &'a Bench,
-    /// An image of each format that is measured.
+    /// Each kind of image that is measured.
     targets: Vec<Target>,
+    /// The images that were made.
+    images: Option<TestImages>,
     servers: Servers,
     machine: Machine,
     runner: Runner<'a>,
@@ -162,19 +167,19 @@ impl Peers<'_> {
         workloads: &[Workload],
         reporter: &mut Reporter<'_>,
     ) -> Result<bool, Error> {
-        let TableTerms { terms, connections, format } = table;
-        let Some(target) = self.targets.iter().find(|it| it.format == format) else {
+        let TableTerms { terms, connections, image } = table;
+        let Some(target) = self.targets.iter().find(|it| it.image == image) else {
             return Ok(true);
         };
+        // In a chain the first write to a cluster allocates.
+        let is_there =
+            |it: &&Workload| image != ImageKind::Chain || it.direction == Direction::Read;
         let mut working = self.servers.programs.clone();
         let mut heading = self.heading_of_table(table, target.access);
-        let mut section = format!("<h2>{}</h2>\n", escaped(&table.to_string()));
-        for line in heading.lines().skip(2) {
-            section += &format!("<p>{}</p>\n", escaped(line));
-        }
-        for &workload in workloads {
+        for &workload in workloads.iter().filter(is_there) {
             let name = |program: &Program| format!("{workload}, {table}: {}", program.kind.name());
             let measure = |program: &Program| {
+                self.images.iter().try_for_each(TestImages::drop_cached)?;
                 target.prepare(terms.caching)?;
                 self.runner.take(program, target, &workload, (terms, connections))
             };
@@ -186,7 +191,7 @@ impl Peers<'_> {
                     "caching": terms.caching.name(),
                     "transport": terms.transport.name(),
                     "connections": connections,
-                    "format": format.name(),
+                    "format": image.name(),
                     "problem": problem,
                 });
                 (format!("{server} failed at {workload}, {table}: {problem}"), object)
@@ -200,8 +205,7 @@ impl Peers<'_> {
             }
             let comparison = Comparison { workload, table, rows };
             let text = std::mem::take(&mut heading) + &comparison.text();
-            let section = std::mem::take(&mut section) + &comparison.section();
-            reporter.table(&text, comparison.to_json(), &section)?;
+            reporter.table(&text, comparison.to_json())?;
         }
         Ok(true)
     }
@@ -249,27 +253,23 @@ impl Peers<'_> {
     }
 
     fn end(&self, reporter: Reporter<'_>) -> Result<Report, Error> {
-        let failures = reporter.failure_lines();
-        let ending: String = failures.iter().map(|line| format!("\n{line}\n")).collect();
-        let warn = |line: &String| format!("<p class=warn>{}</p>\n", escaped(line));
         let mut head = self.servers.to_json(&self.machine, self.runner.placement);
         let files = self.targets.iter().map(|target| target.to_json(target.bytes));
         head["files"] = files.collect();
         head["seconds"] = self.bench.args.duration().as_secs_f64().into();
         head["connections"] = self.bench.args.connections().unwrap_or(1).into();
-        let glance: String = failures.iter().map(warn).collect();
-        reporter.end(("nowait bench peers", &glance), &ending, head, "comparisons")
+        reporter.end(head, "comparisons")
     }
 }
 
 fn command_line(kind: ServerKind, table: TableTerms, access: Access) -> String {
-    let TableTerms { terms, connections: queues, format } = table;
+    let TableTerms { terms, connections: queues, image } = table;
     let [file, certificates] = ["FILE", "DIR"].map(Path::new);
     let address = match terms.transport {
         Transport::Tcp => address::loopback(EXAMPLE_PORT),
         Transport::Plain | Transport::Tls | Transport::VhostUser => Address::Unix("SOCKET".into()),
     };
-    let server_files = ServerFiles { file, format, address: &address, queues, certificates };
+    let server_files = ServerFiles { file, image, address: &address, queues, certificates };
     let arguments = kind.arguments(terms, access, server_files).join(" ".as_ref());
     format!("{} {}", kind.name(), arguments.to_string_lossy())
 }
@@ -371,38 +371,15 @@ impl Comparison {
             "caching": self.table.terms.caching.name(),
             "transport": self.table.terms.transport.name(),
             "connections": self.table.connections,
-            "format": self.table.format.name(),
+            "format": self.table.image.name(),
             "direction": self.workload.direction.name(),
             "order": self.workload.order.name(),
             "block_bytes": self.workload.block_bytes,
             "depth": self.workload.depth,
-            "beside": self.workload.beside.map(|neighbour| neighbour.to_string()),
+            "beside": self.workload.beside.map(|direction| flood(direction).to_string()),
             "servers": self.rows.iter().map(row).collect::<Vec<_>>(),
             "nowait_to_best_peer": best,
         })
-    }
-
-    /// The section of the page: a bar for the requests per second of each server, and all figures.
-    fn section(&self) -> String {
-        let title = escaped(&self.workload.to_string());
-        let mut titles = self.titles();
-        titles.insert(1, String::new());
-        let mut html = format!(
-            "<section><h2>{title}</h2>\n<div class=scroll><table>\n<tr>{}</tr>\n",
-            html_cells("th", 0, &titles)
-        );
-        let most = self.rows.iter().map(iops).fold(f64::MIN_POSITIVE, f64::max);
-        for row in &self.rows {
-            let ours = if row.key.kind == ServerKind::Nowait { " class=ours" } else { "" };
-            let (percent, cells) = (100.0 * iops(row) / most, self.cells(row));
-            let (name, figures) = cells.split_at(1);
-            html += &format!(
-                "<tr{ours}>{}<td class=bar><i style=\"width:{percent:.0}%\"></i></td>{}</tr>\n",
-                html_cells("td", 1, name),
-                html_cells("td", 0, figures)
-            );
-        }
-        html + "</table></div></section>\n"
     }
 }
 
@@ -422,7 +399,7 @@ mod tests {
             row(ServerKind::Nbdkit, [9000.0; 3], 1.0),
         ];
         let terms = Conditions::ALL[0];
-        let table = TableTerms { terms, connections: 1, format: Format::Raw };
+        let table = TableTerms { terms, connections: 1, image: ImageKind::Raw };
         Comparison { workload: Workload::standard()[0], table, rows }
     }
 
@@ -453,14 +430,5 @@ mod tests {
             let error = run(&bench, &mut Vec::new()).err().map(|error| error.to_string());
             assert!(error.as_ref().is_some_and(|error| error.starts_with(text)), "{error:?}");
         }
-    }
-
-    #[test]
-    fn fio_has_no_tables_over_tls_and_no_rows_beside_others() {
-        let args = Bench::of("peers --client fio").args;
-        let mut tables = tables(&args, &[Format::Raw]).into_iter();
-        assert!(tables.all(|table| table.terms.transport == Transport::Plain));
-        let workloads = workloads(&args).expect("rows");
-        assert!(workloads.iter().all(|workload| workload.beside.is_none()));
     }
 }

@@ -1,11 +1,10 @@
-//! Rounds and report of a measurement, the same for all of them: entries in turns, and tables as text,
-//! JSON and page.
+//! Rounds and report of a measurement, the same for all of them: entries in turns, and tables as text and
+//! JSON.
 //!
 //! Invariant: what is compared is measured in turns in each round (A B A B), so that a slowdown of
 //! the machine affects all of it. What fails is not tried again. A table is in the report only if
 //! all its rounds are complete.
 
-use std::fs::File;
 use std::io::{self, Write};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -13,7 +12,6 @@ use serde_json::{Map, Value};
 
 use crate::bench::Bench;
 use crate::error::Error;
-use crate::page;
 use crate::table::MinMedianMax;
 
 /// The result of a measurement. Its tables are printed already.
@@ -61,35 +59,24 @@ pub(crate) struct Reporter<'a> {
     bench: &'a Bench,
     out: &'a mut dyn Write,
     bar: ProgressBar,
-    page: Option<File>,
-    heading: String,
-    sections: String,
     tables: Vec<Value>,
     failures: Vec<(String, Value)>,
     interrupted: bool,
 }
 
 impl<'a> Reporter<'a> {
-    /// # Errors
-    /// [`Error::File`] if the page cannot be made.
-    pub(crate) fn begin(bench: &'a Bench, out: &'a mut dyn Write) -> Result<Self, Error> {
-        let page = bench.args.html.as_deref();
-        let page = page.map(|path| page::create(path, bench.args.overwrite)).transpose()?;
+    pub(crate) fn begin(bench: &'a Bench, out: &'a mut dyn Write) -> Self {
         let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
         if let Ok(style) = ProgressStyle::with_template("[{bar:24}] {eta} left  {wide_msg}") {
             bar.set_style(style);
         }
-        let (heading, sections) = (String::new(), String::new());
-        let (tables, failures, interrupted) = (Vec::new(), Vec::new(), false);
-        Ok(Self { bench, out, bar, page, heading, sections, tables, failures, interrupted })
+        Self { bench, out, bar, tables: Vec::new(), failures: Vec::new(), interrupted: false }
     }
 
     /// Prints the lines before the first table. `entries` are measured in each round of all tables.
-    pub(crate) fn heading(&mut self, text: String, entries: usize) -> Result<(), Error> {
+    pub(crate) fn heading(&mut self, text: &str, entries: usize) -> Result<(), Error> {
         self.bar.set_length(entries as u64 * u64::from(self.bench.args.rounds));
-        self.print(false, &text)?;
-        self.heading = text;
-        Ok(())
+        self.print(false, text)
     }
 
     /// Measures each entry in each round. False if that was cancelled.
@@ -147,30 +134,19 @@ impl<'a> Reporter<'a> {
         self.failures.push((line.clone(), line.into()));
     }
 
-    /// One line for each failure so far.
-    pub(crate) fn failure_lines(&self) -> Vec<String> {
-        self.failures.iter().map(|(line, _)| line.clone()).collect()
-    }
-
-    /// Prints a finished table; `section` is its part of the page.
-    pub(crate) fn table(&mut self, text: &str, json: Value, section: &str) -> Result<(), Error> {
+    /// Prints a finished table.
+    pub(crate) fn table(&mut self, text: &str, json: Value) -> Result<(), Error> {
         self.tables.push(json);
-        self.sections += section;
         let bar = self.bar.clone();
         bar.suspend(|| self.print(false, text))
     }
 
-    /// Prints the end: `ending`, or the JSON object, which is `head` with the tables by the name
-    /// `tables`. The page begins with `title`, the heading and `glance`.
-    pub(crate) fn end(
-        mut self,
-        (title, glance): (&str, &str),
-        ending: &str,
-        head: Value,
-        tables: &str,
-    ) -> Result<Report, Error> {
+    /// Prints the end: the failures, or the JSON object, which is `head` with the tables by the name `tables`.
+    pub(crate) fn end(mut self, head: Value, tables: &str) -> Result<Report, Error> {
         self.bar.finish_and_clear();
-        self.print(false, ending)?;
+        let failures: String =
+            self.failures.iter().map(|(line, _)| format!("\n{line}\n")).collect();
+        self.print(false, &failures)?;
         if self.interrupted {
             self.print(false, "\nstopped before the end\n")?;
         }
@@ -186,16 +162,6 @@ impl<'a> Reporter<'a> {
         object.entry("failures").or_insert_with(|| objects.into());
         let json = Value::Object(object);
         self.print(true, &format!("{json:#}\n"))?;
-        if let Some(page) = &mut self.page {
-            let mut html = page::begin(title, &self.heading);
-            if self.interrupted {
-                html += "<p class=warn>Stopped before the end: some tables are missing.</p>\n";
-            }
-            html += glance;
-            html += &self.sections;
-            html += "</html>\n";
-            page.write_all(html.as_bytes()).map_err(Error::system("writing the page"))?;
-        }
         Ok(Report { json, failures, interrupted: self.interrupted })
     }
 
@@ -224,14 +190,14 @@ mod tests {
         measure: impl Fn(char, &Bench) -> Outcome,
     ) -> (String, Vec<Entry<char, f64>>, Report) {
         let (run, order, mut out) = (Bench::of("peers"), RefCell::default(), Vec::new());
-        let mut reporter = Reporter::begin(&run, &mut out).expect("no page");
+        let mut reporter = Reporter::begin(&run, &mut out);
         let mut entries = ['A', 'B'].map(Entry::new);
         let complete = reporter.measure(&mut entries, char::to_string, |&name| {
             RefCell::<String>::borrow_mut(&order).push(name);
             measure(name, &run)
         });
         assert_eq!(complete, !run.stop.requested());
-        let report = reporter.end(("", ""), "", json!({}), "tables").expect("a report");
+        let report = reporter.end(json!({}), "tables").expect("a report");
         assert_eq!(String::from_utf8(out).unwrap().contains("stopped before the end"), !complete);
         (order.into_inner(), entries.to_vec(), report)
     }

@@ -22,9 +22,10 @@ use crate::address;
 use crate::certificates::Certificates;
 use crate::cpus::Placement;
 use crate::error::Error;
+use crate::image_kind::ImageKind;
 use crate::machine::Machine;
 use crate::other_programs;
-use crate::test_file::{Access, Format, Target};
+use crate::test_file::{Access, Target};
 use crate::workload::{Caching, Conditions, Transport};
 
 /// The longest time that a server may take to start or to stop.
@@ -93,7 +94,7 @@ impl ServerKind {
         access: Access,
         server_files: ServerFiles<'_>,
     ) -> Vec<OsString> {
-        let ServerFiles { file, format, address, queues, certificates } = server_files;
+        let ServerFiles { file, image, address, queues, certificates } = server_files;
         let vhost_user = terms.transport == Transport::VhostUser;
         let queues = queues.to_string();
         let (socket, port) = match address {
@@ -101,7 +102,7 @@ impl ServerKind {
             Address::Tcp { port, .. } => (&b""[..], Some(port.to_string())),
         };
         let (direct, read_only) = (terms.caching == Caching::Direct, access == Access::ReadOnly);
-        let (tls, raw) = (terms.transport == Transport::Tls, format == Format::Raw);
+        let (tls, raw) = (terms.transport == Transport::Tls, image == ImageKind::Raw);
         let on = |is_on: bool| if is_on { "on" } else { "off" };
         let conditions = [
             ("r", read_only),
@@ -116,7 +117,7 @@ impl ServerKind {
         ];
         let values = [
             ("file", file.as_os_str().as_bytes()),
-            ("format", format.name().as_bytes()),
+            ("format", image.format().as_bytes()),
             ("socket", socket),
             ("queues", queues.as_bytes()),
             ("port", port.as_deref().unwrap_or_default().as_bytes()),
@@ -195,7 +196,7 @@ fn filled_in(word: &str, values: &[(&str, &[u8])]) -> OsString {
 #[derive(Clone, Copy)]
 pub(crate) struct ServerFiles<'a> {
     pub(crate) file: &'a Path,
-    pub(crate) format: Format,
+    pub(crate) image: ImageKind,
     /// The address to listen on.
     pub(crate) address: &'a Address,
     /// The queues of the device, for vhost-user.
@@ -304,7 +305,7 @@ impl Server {
         };
         let server_files = ServerFiles {
             file: &target.path,
-            format: target.format,
+            image: target.image,
             address: &address,
             queues,
             certificates: certificates.directory(),
@@ -426,7 +427,7 @@ mod tests {
         };
         let [file, certificates] = ["/f", "/c"].map(Path::new);
         let server_files =
-            ServerFiles { file, format: Format::Raw, address: &address, queues: 2, certificates };
+            ServerFiles { file, image: ImageKind::Raw, address: &address, queues: 2, certificates };
         kind.arguments(terms, access, server_files)
     }
 

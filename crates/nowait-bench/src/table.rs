@@ -1,10 +1,8 @@
-//! Figures over the rounds, and lines of cells as aligned text and as rows of an HTML table.
+//! Figures over the rounds, and lines of cells as aligned text.
 //!
-//! Invariant: text, JSON and page show the same summary of the same samples.
+//! Invariant: text and JSON show the same summary of the same samples.
 
 use serde_json::{Value, json};
-
-use crate::page::escaped;
 
 /// A figure over the rounds.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -59,15 +57,6 @@ pub(crate) fn aligned(lines: &[Vec<String>]) -> String {
         text.push('\n');
     }
     text
-}
-
-/// The cells of one line of an HTML table; the first `words` of them are to the left.
-pub(crate) fn html_cells(tag: &str, words: usize, cells: &[String]) -> String {
-    let cell = |(n, cell): (usize, &String)| {
-        let class = if n < words { " class=word" } else { "" };
-        format!("<{tag}{class}>{}</{tag}>", escaped(cell))
-    };
-    cells.iter().enumerate().map(cell).collect()
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::error::Error;
+use crate::image_kind::ImageKind;
 use crate::workload::Caching;
 
 const MIB: u64 = 1 << 20;
@@ -51,32 +52,13 @@ pub(crate) fn put_random(file: &mut File, bytes: u64) -> io::Result<()> {
     file.sync_all()
 }
 
-/// The format of the file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Format {
-    Raw,
-    Qcow2,
-}
-
-impl Format {
-    /// The name that all servers use for it.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Format::Raw => "raw",
-            Format::Qcow2 => "qcow2",
-        }
-    }
-}
-
 /// The file to measure on.
 pub(crate) struct Target {
     /// Absolute path.
     pub(crate) path: PathBuf,
     /// Whole megabytes; the rest of the file is not used.
     pub(crate) bytes: u64,
-    /// Bytes of the disk after these, which were never written.
-    pub(crate) spare_bytes: u64,
-    pub(crate) format: Format,
+    pub(crate) image: ImageKind,
     pub(crate) access: Access,
     file: File,
     /// The directory of a temporary file; removed on drop.
@@ -103,17 +85,10 @@ impl Target {
         Ok(target)
     }
 
-    /// The image at `path`, created by the caller, which servers may write to. Its disk has `bytes`
-    /// with data, followed by `spare_bytes`.
-    pub(crate) fn of_image(
-        path: PathBuf,
-        format: Format,
-        bytes: u64,
-        spare_bytes: u64,
-    ) -> io::Result<Target> {
+    /// The image at `path`, created by the caller, which servers may write to. Its disk has `bytes`.
+    pub(crate) fn of_image(path: PathBuf, image: ImageKind, bytes: u64) -> io::Result<Target> {
         let file = File::open(&path)?;
-        let access = Access::ReadWrite;
-        Ok(Target { path, bytes, spare_bytes, format, access, file, made: None })
+        Ok(Target { path, bytes, image, access: Access::ReadWrite, file, made: None })
     }
 
     /// Whether the file is a temporary one.
@@ -163,15 +138,8 @@ impl Target {
             open_as(&path, OFlags::RDWR | exclusive)
                 .map_err(|e| format!("cannot be overwritten: {}", io::Error::from(e)))?;
         }
-        Ok(Target {
-            path,
-            bytes: bytes / MIB * MIB,
-            spare_bytes: 0,
-            format: Format::Raw,
-            access,
-            file,
-            made: None,
-        })
+        let bytes = bytes / MIB * MIB;
+        Ok(Target { path, bytes, image: ImageKind::Raw, access, file, made: None })
     }
 
     fn make() -> io::Result<Target> {
@@ -186,8 +154,7 @@ impl Target {
         Ok(Target {
             path,
             bytes: MADE_BYTES,
-            spare_bytes: 0,
-            format: Format::Raw,
+            image: ImageKind::Raw,
             access: Access::ReadWrite,
             file,
             made: Some(directory),

@@ -1,57 +1,29 @@
-//! The images of the benchmark of formats: the same disk in a raw file, in a qcow2 image, in a
-//! chain of three, and below a new overlay.
+//! The images of the benchmark of formats: the same disk in a raw file, in a qcow2 image, and in a chain of three.
 //!
-//! Invariant: they are removed after the measurement; all but the overlay have all of their data on
+//! Invariant: they are removed after the measurement, and have all of their data on
 //! storage from the start. The tools of QEMU create them, so that no server is measured on its own
 //! layout.
 
 use std::fs::File;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use tempfile::TempDir;
 
 use crate::error::Error;
+use crate::image_kind::ImageKind;
 use crate::other_programs::is_installed;
-use crate::server::remove_if_there;
-use crate::test_file::{Format, Target, drop_cached, put_random, temporary_directory};
+use crate::test_file::{Target, drop_cached, put_random, temporary_directory};
 
 const MIB: u64 = 1 << 20;
 /// Bytes of the disk with data.
 const DATA_BYTES: u64 = 128 * MIB;
-/// Bytes of the disk of the overlay after these: more than can be written in one measurement.
-const SPARE_BYTES: u64 = 1 << 40;
 const CLUSTER_BYTES: u64 = 64 << 10;
-/// The names of all images except the overlay.
+/// The names of all images.
 const NAMES: [&str; 4] = ["raw", "qcow2", "middle", "chain"];
 /// The number of images in the chain.
 const CHAIN: u64 = 3;
-
-/// The kind of image that a server is measured on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ImageKind {
-    /// A raw file without holes.
-    Raw,
-    /// A qcow2 image with all of its clusters, of 64 KiB.
-    Qcow2,
-    /// A qcow2 image over another one over a raw file: each has every third cluster.
-    Chain,
-    /// A qcow2 image that is created for each measurement, over one with all of its clusters.
-    Overlay,
-}
-
-impl ImageKind {
-    /// Its name in reports.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            ImageKind::Raw => "raw",
-            ImageKind::Qcow2 => "qcow2",
-            ImageKind::Chain => "chain of 3",
-            ImageKind::Overlay => "new overlay",
-        }
-    }
-}
 
 /// The images, in a temporary directory.
 pub(crate) struct TestImages {
@@ -107,30 +79,19 @@ impl TestImages {
         self.directory.path().join(name)
     }
 
-    /// The directory of all images.
-    pub(crate) fn directory(&self) -> &Path {
-        self.directory.path()
+    /// One of the images.
+    pub(crate) fn image(&self, kind: ImageKind) -> io::Result<Target> {
+        let name = match kind {
+            ImageKind::Raw => "raw",
+            ImageKind::Qcow2 => "qcow2",
+            ImageKind::Chain => "chain",
+        };
+        Target::of_image(self.path(name), kind, DATA_BYTES)
     }
 
-    /// One of the images; no page of it or of its backing files is in the page cache. The overlay
-    /// is created again.
-    pub(crate) fn image(&self, kind: ImageKind) -> io::Result<Target> {
-        let (name, format, spare) = match kind {
-            ImageKind::Raw => ("raw", Format::Raw, 0),
-            ImageKind::Qcow2 => ("qcow2", Format::Qcow2, 0),
-            ImageKind::Chain => ("chain", Format::Qcow2, 0),
-            ImageKind::Overlay => ("overlay", Format::Qcow2, SPARE_BYTES),
-        };
-        if kind == ImageKind::Overlay {
-            remove_if_there(&self.path(name))?;
-            let size = (DATA_BYTES + SPARE_BYTES).to_string();
-            let create = ["create", "-q", "-f", "qcow2", "-b", "qcow2", "-F", "qcow2"];
-            self.run("qemu-img", &[&create[..], &[name, &size]].concat())?;
-        }
-        for name in NAMES {
-            drop_cached(&File::open(self.path(name))?)?;
-        }
-        Target::of_image(self.path(name), format, DATA_BYTES, spare)
+    /// Leaves no page of an image in the page cache.
+    pub(crate) fn drop_cached(&self) -> io::Result<()> {
+        NAMES.into_iter().try_for_each(|name| drop_cached(&File::open(self.path(name))?))
     }
 
     fn run(&self, program: &str, arguments: &[&str]) -> io::Result<()> {

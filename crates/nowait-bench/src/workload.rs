@@ -1,5 +1,4 @@
-//! Workloads: direction, order, block size and depth; and the conditions of a table: caching,
-//! transport, client.
+//! Workloads: direction, order, block size and depth; and the conditions of a table: caching and transport.
 //!
 //! Invariant: a workload contains only what all servers have in common.
 
@@ -40,15 +39,6 @@ pub enum Transport {
     Tls,
     /// Not NBD: a vhost-user-blk device, whose requests are in shared memory.
     VhostUser,
-}
-
-/// The client that makes the requests.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ClientKind {
-    /// The built-in client, which is light enough not to limit the server.
-    Own,
-    /// fio with its nbd engine, to check the figures of the built-in client.
-    Fio,
 }
 
 /// The conditions that all servers of one table have in common, besides the file; tables are never
@@ -131,37 +121,20 @@ pub(crate) struct Workload {
     pub(crate) depth: usize,
     /// Whether a write is durable when it ends (FUA). Servers are measured without.
     pub(crate) durable: bool,
-    /// The load of another client at the same time, on a separate connection.
-    pub(crate) beside: Option<BackgroundLoad>,
+    /// Another client at the same time, on a separate connection, which moves as much as it can in this direction.
+    pub(crate) beside: Option<Direction>,
 }
 
-/// The load of another client at the same time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum BackgroundLoad {
-    /// Requests of 1 MiB, sequential, at depth 256: as much as possible.
-    Flood(Direction),
-    /// Writes of 64 KiB, one after the other, to unallocated clusters of the image.
-    Allocations,
-}
-
-impl BackgroundLoad {
-    /// The workload of this client.
-    pub(crate) fn load(self) -> Workload {
-        let (direction, block_bytes, depth) = match self {
-            BackgroundLoad::Flood(direction) => (direction, 1024 * KIB, 256),
-            BackgroundLoad::Allocations => (Direction::Write, 64 * KIB, 1),
-        };
-        let order = Order::Sequential;
-        Workload { direction, order, block_bytes, depth, durable: false, beside: None }
-    }
+/// The load of a client that moves as much as it can: requests of 1 MiB, sequential, at depth 256.
+pub(crate) fn flood(direction: Direction) -> Workload {
+    let (order, block_bytes) = (Order::Sequential, 1024 * KIB);
+    Workload { direction, order, block_bytes, depth: 256, durable: false, beside: None }
 }
 
 impl Workload {
     /// Whether it, or the background load, writes.
     pub(crate) fn writes(&self) -> bool {
-        let is_write = |direction| direction == Direction::Write;
-        is_write(self.direction)
-            || self.beside.is_some_and(|neighbour| is_write(neighbour.load().direction))
+        self.direction == Direction::Write || self.beside == Some(Direction::Write)
     }
 
     /// The workloads of `nowait bench peers`: 4K random at depth 1, 16 and 64, 128K sequential at depth 8, and
@@ -181,17 +154,23 @@ impl Workload {
         let depths = |direction| [1, 16, 64].map(|depth| Workload { direction, depth, ..small });
         let mut all: Vec<Workload> = both.into_iter().flat_map(depths).collect();
         all.extend(both.map(|direction| Workload { direction, ..large }));
-        let flood = |direction| Some(BackgroundLoad::Flood(direction));
-        all.extend(both.map(|direction| Workload { beside: flood(direction), ..small }));
+        all.extend(both.map(|direction| Workload { beside: Some(direction), ..small }));
         all
+    }
+
+    /// The workloads of image formats: 4K random at depth 1, 16 and 64.
+    pub(crate) fn of_images() -> Vec<Workload> {
+        let small = |load: &Workload| load.beside.is_none() && load.order == Order::Random;
+        Workload::standard().into_iter().filter(small).collect()
     }
 
     /// The workloads of vhost-user: 4K and 64K random at depth 1, 16 and 64.
     pub(crate) fn of_virtual_machines() -> Vec<Workload> {
-        let small = |load: &Workload| load.beside.is_none() && load.order == Order::Random;
-        let small: Vec<Workload> = Workload::standard().into_iter().filter(small).collect();
-        let large = small.iter().map(|load| Workload { block_bytes: 64 * KIB, ..*load });
-        small.iter().copied().chain(large).collect()
+        let mut all = Workload::of_images();
+        let large: Vec<_> =
+            all.iter().map(|load| Workload { block_bytes: 64 * KIB, ..*load }).collect();
+        all.extend(large);
+        all
     }
 }
 
@@ -222,21 +201,8 @@ impl fmt::Display for Workload {
         let (order, direction) = (self.order.name(), self.direction.name());
         write!(f, "{}K {order} {direction}, depth {}", self.block_bytes / KIB, self.depth)?;
         match self.beside {
-            Some(neighbour) => write!(f, ", beside {neighbour}"),
+            Some(direction) => write!(f, ", beside {}", flood(direction)),
             None => Ok(()),
-        }
-    }
-}
-
-/// Text: `1024K sequential read, depth 256`, or `64K allocating write, depth 1`.
-impl fmt::Display for BackgroundLoad {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let load = self.load();
-        match self {
-            BackgroundLoad::Flood(_) => load.fmt(f),
-            BackgroundLoad::Allocations => {
-                write!(f, "{}K allocating write, depth {}", load.block_bytes / KIB, load.depth)
-            }
         }
     }
 }

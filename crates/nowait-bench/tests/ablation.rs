@@ -6,7 +6,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
-use nowait_bench::{Bench, BenchArgs, CancelFlag, Error, Report, What, run};
+use nowait_bench::{Bench, BenchArgs, CancelFlag, Report, What, run};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -19,12 +19,9 @@ fn file_of_zeros(directory: &TempDir) -> PathBuf {
 }
 
 fn options(what: What, file: &Path) -> Bench {
-    // Starting fio is slow.
-    let rounds = if what == What::Engines { "1" } else { "2" };
-    let line = ["nowait-bench", &what.name(), "--overwrite", "--rounds", rounds, "--file", "x"];
+    let line = ["nowait-bench", &what.name(), "--overwrite", "--rounds", "2", "--file", "x"];
     let mut args = BenchArgs::parse_from(line);
     (args.file, args.seconds) = (Some(file.to_owned()), Some(0.002));
-    args.latency = vec![std::time::Duration::from_micros(50)];
     Bench { args, nowait: None, stop: CancelFlag::default() }
 }
 
@@ -40,7 +37,7 @@ fn array<'a>(object: &'a Value, name: &str) -> &'a Vec<Value> {
 
 /// Whether a machine may lack what this cell measures.
 fn may_lack(row: &str, variant: &str) -> bool {
-    variant == "loop device" || variant.starts_with("fio ") || row.contains("polled")
+    variant == "loop device" || row.contains("polled")
 }
 
 /// Measures one selection and checks that every cell of its tables has a figure and its processor
@@ -73,9 +70,7 @@ fn measure_complete(what: What) -> Vec<(String, usize)> {
                 }
                 let least = |figure: &str| cell[figure]["min"].as_f64();
                 let (speed, cpu) = (least("mib_per_second"), least("cpu_ns_per_request"));
-                // fio says 0 % where its share is too small for it to tell.
-                let unknown = variant.starts_with("fio ") && cpu == Some(0.0);
-                assert!(speed > Some(0.0) && (cpu > Some(0.0) || unknown), "{title}: {cell}");
+                assert!(speed > Some(0.0) && cpu > Some(0.0), "{title}: {cell}");
             }
             rows.push((title, array(row, "cells").len()));
         }
@@ -87,23 +82,19 @@ fn measure_complete(what: What) -> Vec<(String, usize)> {
 }
 
 #[test]
-fn simple_has_all_queues_all_depths_all_interfaces_writes_and_the_allocation_cache() {
+fn simple_has_all_queues_all_depths_writes_and_the_allocation_cache() {
     let rows = measure_complete(What::Simple);
     let titles: Vec<&str> = rows.iter().map(|(title, _)| title.as_str()).collect();
-    assert_eq!(titles.len(), 2 * (4 + 3) + 3 + 4 + 4);
-    let parts = [
-        "null queue, Engine, read, depth 512",
-        "null queue, Engine, allocation cache, write, depth 128",
-        "file, Engine, read, depth 128",
-        "file, Engine, write, depth 128",
-        "file, Engine, allocation cache, read, depth 128",
-        "file, polled, Engine, read, depth 512",
-        "file, Linux AIO, Engine, read, depth 512",
-        "file, BlockingFile, read, depth 1",
-        "file, AsyncFile, read, depth 256",
-        "file, LocalAsyncFile, read, depth 512",
-    ];
-    for part in parts {
+    assert_eq!(titles.len(), 2 * (4 + 1 + 2) + 2);
+    for part in [
+        "null queue, read, depth 512",
+        "null queue, allocation cache, write, depth 128",
+        "file, read, depth 1",
+        "file, write, depth 128",
+        "file, allocation cache, read, depth 128",
+        "file, polled, read, depth 512",
+        "file, Linux AIO, read, depth 512",
+    ] {
         assert!(titles.contains(&part), "{titles:?}");
     }
 }
@@ -128,39 +119,18 @@ fn a_row_is_called_polled_only_where_the_device_is_polled() {
 }
 
 #[test]
-fn completion_has_four_block_sizes() {
-    assert_eq!(measure_complete(What::Completion).len(), 4);
-}
-
-#[test]
-fn durable_has_three_depths() {
-    assert_eq!(measure_complete(What::Durable).len(), 3);
-}
-
-#[test]
-fn log_has_three_numbers_of_writers() {
-    let rows = measure_complete(What::Log);
-    assert!(rows.len() == 3 && rows.iter().all(|(_, variants)| *variants == 2), "{rows:?}");
-}
-
-#[test]
-fn vectored_has_the_file_the_given_latency_small_segments_and_a_durable_write() {
-    let rows = measure_complete(What::Vectored);
-    assert_eq!(rows.iter().filter(|row| row.0.starts_with("50µs queue, ")).count(), 6);
-    assert!(rows.contains(&("file, sequential mixed".to_owned(), 2)), "{rows:?}");
-    // The rows of small segments, with fwrite.
-    assert_eq!(rows.iter().filter(|row| row.1 == 5).count(), 5);
-    assert_eq!(rows.len(), 6 + 6 + 5 + 2);
-}
-
-#[test]
-fn pool_has_slots_freed_on_the_same_and_on_another_thread() {
-    assert_eq!(measure_complete(What::Pool).len(), 4);
-}
-
-#[test]
-fn merge_has_sequential_and_random_requests_in_both_directions() {
-    assert_eq!(measure_complete(What::Merge).len(), 6);
+fn each_switch_has_its_rows_with_two_variants() {
+    for (what, count) in [
+        (What::Completion, 4),
+        (What::Vectored, 5),
+        (What::Pool, 4),
+        (What::Merge, 6),
+        (What::Durable, 3),
+        (What::Log, 3),
+    ] {
+        let rows = measure_complete(what);
+        assert!(rows.len() == count && rows.iter().all(|row| row.1 == 2), "{what:?}: {rows:?}");
+    }
 }
 
 #[test]
@@ -192,7 +162,7 @@ fn only_measures_the_rows_with_a_text_in_their_titles() {
 fn engines_are_compared_at_three_depths_in_both_directions() {
     let rows = measure_complete(What::Engines);
     assert_eq!(rows.len(), 6);
-    assert!(rows.iter().all(|row| row.1 == 10), "{rows:?}");
+    assert!(rows.iter().all(|row| row.1 == 7), "{rows:?}");
 }
 
 #[test]
@@ -228,13 +198,9 @@ fn a_file_is_only_written_to_with_permission() {
 }
 
 #[test]
-fn the_page_is_self_contained_and_the_json_object_has_the_figures_of_the_text() {
+fn the_json_object_has_the_figures_of_the_report() {
     let directory = TempDir::new().expect("a temporary directory");
-    let html = directory.path().join("report.html");
     let mut options = options(What::Pool, &file_of_zeros(&directory));
-    options.args.html = Some(html.clone());
-    let (text, printed) = measured(&options);
-    assert!(printed.contains("allocator") && text.failures.is_empty());
     options.args.json = true;
     let (report, printed) = measured(&options);
     let json: Value = serde_json::from_str(&printed).expect("one JSON object");
@@ -247,14 +213,6 @@ fn the_page_is_self_contained_and_the_json_object_has_the_figures_of_the_text() 
     let [read, gain] =
         [&json, &report.json].map(|json| cell(json)["gain"].as_f64().expect("a gain"));
     assert!((read - gain).abs() <= gain * 1e-12, "{read} {gain}");
-
-    let page = fs::read_to_string(&html).expect("a page");
-    assert_eq!(page.matches("<svg").count(), 2);
-    for from_outside in ["http:", "https:", "url(", "<script", "<link", "<img", "@import"] {
-        assert!(!page.contains(from_outside), "{from_outside}");
-    }
-    options.args.overwrite = false;
-    assert!(matches!(run(&options, &mut Vec::new()), Err(Error::File { .. })));
 }
 
 #[test]

@@ -65,7 +65,7 @@ impl<M: BlockMap> Calls for nowait::BlockingFile<M> {
 }
 
 /// An error unless all that was asked for is done.
-pub(crate) fn whole<T: Eq>(done: T, asked: T) -> io::Result<()> {
+fn whole<T: Eq>(done: T, asked: T) -> io::Result<()> {
     if done == asked { Ok(()) } else { Err(io::Error::other("a call was cut short")) }
 }
 

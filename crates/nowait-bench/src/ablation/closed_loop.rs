@@ -21,7 +21,7 @@ const MIB: f64 = 1_048_576.0;
 /// A loop that measures no latencies reads the clock once in so many iterations.
 const ITERATIONS_PER_CLOCK_READ: u32 = 64;
 /// The longest time after which a sleeping loop checks whether it has to stop.
-pub(crate) const WAIT_SLICE: Duration = Duration::from_millis(100);
+const WAIT_SLICE: Duration = Duration::from_millis(100);
 
 /// When a loop stops, and whether it measures latencies.
 #[derive(Clone, Copy)]
@@ -123,14 +123,6 @@ fn process_ns() -> u64 {
     clock_ns(ClockId::ProcessCPUTime)
 }
 
-/// The operation that corresponds to a direction.
-pub(crate) fn op(direction: Direction) -> Op {
-    match direction {
-        Direction::Read => Op::Read,
-        Direction::Write => Op::Write,
-    }
-}
-
 /// Keeps `load.depth` requests with `flags`, or durable ones, in flight until `stop_condition` ends the loop or the offsets run
 /// out.
 ///
@@ -200,7 +192,11 @@ impl<'a, Q: IoQueue, M: BlockMap> Slots<'a, Q, M> {
         }
         let started = vec![Instant::now(); load.depth];
         let flags = if load.durable { Flags::DSYNC } else { flags };
-        Ok(Slots { engine, free, started, op: op(load.direction), flags, block })
+        let op = match load.direction {
+            Direction::Read => Op::Read,
+            Direction::Write => Op::Write,
+        };
+        Ok(Slots { engine, free, started, op, flags, block })
     }
 
     #[inline]

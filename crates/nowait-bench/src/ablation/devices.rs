@@ -7,16 +7,13 @@
 use std::io::{self, Write};
 use std::time::Duration;
 
-use nowait_remote::Location;
 use serde_json::json;
 
 use crate::ablation::blocking_calls::Jobs;
-use crate::ablation::claimed_device::ClaimedDevice;
 use crate::ablation::closed_loop::StopCondition;
 use crate::ablation::fixture::BYTES_MAX;
 use crate::ablation::gain_table::{Metric, Row, Sample, Table, Unit, cell};
-use crate::ablation::measured_device::{MeasuredDevice, fill};
-use crate::ablation::remote_device::RemoteDevice;
+use crate::ablation::measured_device::MeasuredDevice;
 use crate::ablation::{heading, keep_rows, report};
 use crate::args::What;
 use crate::bench::Bench;
@@ -28,9 +25,8 @@ use crate::workload::{Direction, Order, Workload};
 
 /// Long enough to fill the part of a device that is used.
 const FILL_TIME: Duration = Duration::from_secs(3600);
-const NOTE: &str = "A job is a thread with an io_uring of its own, registered buffers and a part of the \
-    device of its own; direct I/O. An image behind a network has an engine in place of the ring. The processor time of \
-    what serves the device is not in CPU ns";
+const NOTE: &str = "A job is a thread with an engine and a part of the device of its own; direct I/O. The processor time \
+    of what serves the device is not in CPU ns";
 const NOTE_FILLED: &str = "Every block was written before. ";
 const NOTE_DISCARDED: &str = "The storage of the device is given back before each turn, and each block is \
     written at most once. ";
@@ -47,13 +43,13 @@ struct Case {
 /// Measures the devices side by side, the first GiB of each.
 pub(crate) fn run_devices(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
     let args = &bench.args;
-    let reporter = Reporter::begin(bench, out)?;
-    let open = |location: &Location| open_device(location, args.overwrite);
-    let devices = args.device.iter().map(open).collect::<Result<Vec<_>, _>>()?;
-    let bytes = devices.iter().map(|it| it.bytes()).min().unwrap_or(0).min(BYTES_MAX);
+    let reporter = Reporter::begin(bench, out);
+    let opened = args.device.iter().map(|location| MeasuredDevice::open(location, args.overwrite));
+    let devices = opened.collect::<Result<Vec<_>, _>>()?;
+    let bytes = devices.iter().map(|it| it.bytes).min().unwrap_or(0).min(BYTES_MAX);
     let mut tables = tables(bench, &devices, bytes);
     keep_rows(&mut tables, args.only.as_deref())?;
-    let names: Vec<_> = devices.iter().map(|it| it.name()).collect();
+    let names: Vec<_> = devices.iter().map(|it| it.name.as_str()).collect();
     let mib = bytes >> 20;
     let all = names.join(", ");
     let lines = match args.overwrite {
@@ -66,9 +62,9 @@ pub(crate) fn run_devices(bench: &Bench, out: &mut dyn Write) -> Result<Report, 
     if args.overwrite {
         let stop_condition = StopCondition { duration: FILL_TIME, stop: &bench.stop, timed: false };
         for device in &devices {
-            let filled = fill(&**device, bytes, stop_condition);
+            let filled = device.fill(bytes, stop_condition);
             filled.map_err(|error| Error::File {
-                path: device.name().into(),
+                path: device.name.clone().into(),
                 problem: format!("cannot be filled: {error}"),
             })?;
         }
@@ -84,23 +80,8 @@ pub(crate) fn run_devices(bench: &Bench, out: &mut dyn Write) -> Result<Report, 
     report(tables, heading(&machine, &lines, bench), head, reporter)
 }
 
-/// Opens `location`; with `overwrite` for writing.
-///
-/// # Errors
-/// [`Error::File`]: it is neither, too small, in use, or this user may not open it.
-fn open_device(location: &Location, overwrite: bool) -> Result<Box<dyn MeasuredDevice>, Error> {
-    Ok(match location {
-        Location::File(path) => Box::new(ClaimedDevice::open(path, overwrite)?),
-        _ => Box::new(RemoteDevice::open(location, overwrite)?),
-    })
-}
-
 /// The table of what is on the devices, and that of devices without storage.
-fn tables<'a>(
-    bench: &'a Bench,
-    devices: &'a [Box<dyn MeasuredDevice>],
-    bytes: u64,
-) -> Vec<Table<'a>> {
+fn tables<'a>(bench: &'a Bench, devices: &'a [MeasuredDevice], bytes: u64) -> Vec<Table<'a>> {
     let overwrite = bench.args.overwrite;
     let directions: &[Direction] =
         if overwrite { &[Direction::Read, Direction::Write] } else { &[Direction::Read] };
@@ -137,21 +118,20 @@ fn tables<'a>(
 }
 
 impl Case {
-    fn row<'a>(self, bench: &'a Bench, devices: &'a [Box<dyn MeasuredDevice>]) -> Row<'a> {
+    fn row<'a>(self, bench: &'a Bench, devices: &'a [MeasuredDevice]) -> Row<'a> {
         let Workload { direction, order, block_bytes, depth, .. } = self.load;
         let (order, direction) = (order.name(), direction.name());
         let (kib, jobs) = (block_bytes >> 10, self.jobs);
         let plural = if jobs == 1 { "" } else { "s" };
         let title = format!("{kib}K {order} {direction}, {jobs} job{plural}, depth {depth}");
-        let cells = devices
-            .iter()
-            .map(|device| cell(device.name(), move || self.measure(&**device, bench)));
+        let cells =
+            devices.iter().map(|device| cell(&device.name, move || self.measure(device, bench)));
         Row { title, source: None, cells: cells.collect() }
     }
 
     /// Measures the load of each job on its part of the device, after all that was written before is
     /// on storage; on a device without storage at most until each block was written once.
-    fn measure(self, device: &dyn MeasuredDevice, bench: &Bench) -> io::Result<Sample> {
+    fn measure(self, device: &MeasuredDevice, bench: &Bench) -> io::Result<Sample> {
         if bench.args.overwrite {
             device.sync()?;
         }

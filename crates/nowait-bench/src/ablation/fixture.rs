@@ -23,14 +23,13 @@ use crate::cancel::CancelFlag;
 use crate::error::Error;
 use crate::offsets::{Offsets, Region};
 use crate::test_file::{Access, Target, temporary_directory};
-use crate::workload::{Caching, Direction, Workload};
+use crate::workload::{Direction, Workload};
 
 /// The largest part of a file that is used: a larger one would not change the results.
 pub(crate) const BYTES_MAX: u64 = 1 << 30;
 
 /// The environment of all measurements.
 pub(crate) struct Fixture<'a> {
-    target: &'a Target,
     pub(crate) path: &'a Path,
     /// Bytes of the file that are used.
     pub(crate) bytes: u64,
@@ -38,7 +37,6 @@ pub(crate) struct Fixture<'a> {
     /// Whether the page cache is bypassed.
     pub(crate) direct: bool,
     pub(crate) duration: Duration,
-    pub(crate) latency: Vec<Duration>,
     pub(crate) stop: &'a CancelFlag,
     /// A directory for files that are made.
     scratch: TempDir,
@@ -51,13 +49,11 @@ impl<'a> Fixture<'a> {
         let beside = target.path.parent().filter(|_| target.was_made()).map(Path::to_owned);
         let scratch = temporary_directory(beside);
         let mut fixture = Fixture {
-            target,
             path: &target.path,
             bytes: target.bytes.min(BYTES_MAX),
             writable: target.access == Access::ReadWrite,
             direct: false,
             duration: bench.args.duration(),
-            latency: bench.args.latency(),
             stop: &bench.stop,
             scratch: scratch.map_err(Error::system("making a directory for a sparse file"))?,
         };
@@ -109,12 +105,6 @@ impl<'a> Fixture<'a> {
     pub(crate) fn plain(path: &Path, writable: bool, direct: bool) -> io::Result<File> {
         let flags = if direct { rustix::fs::OFlags::DIRECT.bits().cast_signed() } else { 0 };
         fs::OpenOptions::new().read(true).write(writable).custom_flags(flags).open(path)
-    }
-
-    /// Drops the pages that an access through another descriptor has left in the page cache: direct
-    /// I/O would have to invalidate them.
-    pub(crate) fn drop_cache(&self) -> io::Result<()> {
-        self.target.prepare(Caching::Direct)
     }
 
     /// A file of `bytes` without allocated blocks. It is truncated rather than created again,
@@ -196,23 +186,12 @@ impl<'a> Fixture<'a> {
         &self,
         load: &Workload,
         timed: bool,
-        run: impl FnMut(&mut Offsets, StopCondition<'_>) -> io::Result<Interval>,
-    ) -> io::Result<Sample> {
-        let offsets = Offsets::endless(load.order, self.region(load.block_bytes), 0);
-        self.measure_at(offsets, load.block_bytes, timed, run)
-    }
-
-    /// Warms up and measures one loop at `offsets`, of requests of `request_bytes`.
-    pub(crate) fn measure_at(
-        &self,
-        mut offsets: Offsets,
-        request_bytes: usize,
-        timed: bool,
         mut run: impl FnMut(&mut Offsets, StopCondition<'_>) -> io::Result<Interval>,
     ) -> io::Result<Sample> {
+        let mut offsets = Offsets::endless(load.order, self.region(load.block_bytes), 0);
         let stop_condition = self.stop_condition(timed);
         run(&mut offsets, stop_condition.warm_up())?;
-        run(&mut offsets, stop_condition)?.sample(request_bytes)
+        run(&mut offsets, stop_condition)?.sample(load.block_bytes)
     }
 }
 

@@ -1,7 +1,7 @@
 //! A table of the engine's figures: its rows, a repeatable measurement for each variant, and the
 //! gains between variants.
 //!
-//! Invariant: text, JSON and page are made from the same samples; a higher figure is better.
+//! Invariant: text and JSON are made from the same samples; a higher figure is better.
 
 use std::io;
 
@@ -224,7 +224,7 @@ impl Table<'_> {
     }
 }
 
-/// Samples for the tests of the text and of the page.
+/// Samples for the tests of the text.
 #[cfg(test)]
 pub(crate) mod examples {
     use super::*;

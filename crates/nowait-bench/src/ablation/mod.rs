@@ -6,21 +6,14 @@
 
 mod gain_table;
 mod closed_loop;
-mod delayed;
 mod fixture;
 mod async_loop;
 mod blocking_calls;
-mod vectored_io;
 mod bare_ring;
-mod fio_engine;
 mod loop_device;
 mod measured_device;
-mod claimed_device;
-mod remote_device;
 mod tables;
 mod text;
-mod chart;
-mod html;
 mod devices;
 
 pub(crate) use devices::run_devices;
@@ -41,10 +34,10 @@ const CPU_NOTE: &str = "CPU ns: processor time for a request, of all threads of 
     that of kernel threads is not in it";
 
 /// Measures the engine. A variant that cannot be measured is named in its table with the reason. That is a failure unless
-/// the machine lacks what it takes: fio, a device with poll queues, the right to set up a loop device.
+/// the machine lacks what it takes: a device with poll queues, the right to set up a loop device.
 pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
     let args = &bench.args;
-    let reporter = Reporter::begin(bench, out)?;
+    let reporter = Reporter::begin(bench, out);
     let target = Target::open(args.file.as_deref(), args.overwrite, false)?;
     let fixture = Fixture::set(&target, bench)?;
     let mut tables = tables::all(&fixture, args.what);
@@ -90,9 +83,8 @@ fn report(
     mut reporter: Reporter<'_>,
 ) -> Result<Report, Error> {
     let rows = tables.iter().flat_map(|table| &table.rows);
-    reporter.heading(heading, rows.map(|row| row.cells.len()).sum())?;
-    let mut glance = "<nav class=glance>\n".to_owned();
-    for (n, mut table) in tables.into_iter().enumerate() {
+    reporter.heading(&heading, rows.map(|row| row.cells.len()).sum())?;
+    for mut table in tables {
         if !measure(&mut table, &mut reporter) {
             break;
         }
@@ -102,10 +94,9 @@ fn report(
             }
             reporter.failure(format!("{}, {row}: {}: {problem}", table.title, cell.key.name));
         }
-        glance += &html::card(&table, n);
-        reporter.table(&text::text(&table), table.to_json(), &html::section(&table, n))?;
+        reporter.table(&text::text(&table), table.to_json())?;
     }
-    reporter.end(("nowait bench", &(glance + "</nav>\n")), "", head, "tables")
+    reporter.end(head, "tables")
 }
 
 /// False if cancelled.

@@ -2,8 +2,6 @@
 //!
 //! Invariant: no table contains writes to a file that may not be overwritten.
 
-mod simple_path;
-mod vectored;
 mod nowait_first;
 mod engines;
 mod append_log;
@@ -31,16 +29,10 @@ const RANDOM_READ: Workload = Workload {
 /// The tables of `what`, in the order in which they are measured.
 pub(crate) fn all<'a>(fixture: &'a Fixture<'a>, what: What) -> Vec<Table<'a>> {
     let each = |one| match one {
-        What::Simple => vec![simple_path::table(fixture)],
-        What::Completion => switches::completion(fixture).into_iter().collect(),
-        What::Vectored => vectored::tables(fixture),
-        What::Pool => switches::pool(fixture).into_iter().collect(),
-        What::Merge => switches::merge(fixture).into_iter().collect(),
         What::Nowait => nowait_first::tables(fixture).into(),
-        What::Durable => switches::durable(fixture).into_iter().collect(),
         What::Log => vec![append_log::table(fixture)],
         What::Engines => engines::tables(fixture),
-        What::All | What::Peers | What::Copy | What::Images | What::Isolation => Vec::new(),
+        switch => switches::table(fixture, switch).into_iter().collect(),
     };
     let is_chosen = |one: &What| what == What::All || what == *one;
     What::TABLES.into_iter().filter(is_chosen).flat_map(each).collect()

@@ -28,7 +28,7 @@ const MIB: u64 = 1 << 20;
 /// Copies disks on every route.
 pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
     let (args, nowait) = (&bench.args, bench.nowait()?);
-    let mut reporter = Reporter::begin(bench, out)?;
+    let mut reporter = Reporter::begin(bench, out);
     let directory = temporary_directory(args.directory.clone())
         .map_err(Error::system("making a directory for the files (name one with --directory)"))?;
     let scratch = TempDir::with_prefix("nowait-bench-")
@@ -50,7 +50,7 @@ pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
     );
     heading.extend(missing.iter().map(|name| format!("{name}: not installed\n")));
     let count: usize = ROUTES.into_iter().map(|route| copiers(route).len()).sum();
-    reporter.heading(heading, count * CONTENTS.len())?;
+    reporter.heading(&heading, count * CONTENTS.len())?;
     'contents: for content in CONTENTS {
         let bytes = content.factor * args.size() / MIB * MIB;
         let (directory, scratch) = (directory.path(), scratch.path());
@@ -67,13 +67,11 @@ pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
                 break 'contents;
             };
             let table = CopyTable { content, route, bytes, rows };
-            reporter.table(&table.text(), table.to_json(), "")?;
+            reporter.table(&table.text(), table.to_json())?;
         }
     }
-    let ending: String =
-        reporter.failure_lines().iter().map(|line| format!("\n{line}\n")).collect();
     let head = json!({ "machine": machine.to_json(), "not_installed": missing });
-    reporter.end(("", ""), &ending, head, "tables")
+    reporter.end(head, "tables")
 }
 
 type Row = Entry<Copier, CopySample>;

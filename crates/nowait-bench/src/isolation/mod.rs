@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::bench::Bench;
-use crate::client::{Client, ConnectOptions, Load, Payload, latency_histogram};
+use crate::client::{Client, ConnectOptions, Load, latency_histogram};
 use crate::error::Error;
 use crate::machine::Machine;
 use crate::report::{Entry, Report, Reporter};
@@ -53,7 +53,7 @@ const READER: Workload = Workload {
 /// one are left out.
 pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
     let nowait = bench.nowait()?;
-    let mut reporter = Reporter::begin(bench, out)?;
+    let mut reporter = Reporter::begin(bench, out);
     let places = Places::make().map_err(Error::system("making disks in $TMPDIR or /var/tmp"))?;
     let mounted = HeldDisk::mount(&places.mount, DISK_BYTES);
     let no_disk = mounted.as_ref().err().map(|error| {
@@ -80,7 +80,7 @@ pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
         bench.rounds(""),
         left_out.iter().map(|line| format!("{line}\n")).collect::<String>()
     );
-    reporter.heading(heading, neighbours.len() * queues.len())?;
+    reporter.heading(&heading, neighbours.len() * queues.len())?;
     for queue in queues {
         let scene = Scene { bench, nowait, places: &places, disk: disk.as_ref(), queue };
         let title = |it: &Neighbour| format!("--queue {queue}: {it}");
@@ -93,13 +93,11 @@ pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
             break;
         };
         let table = IsolationTable { queue, rows };
-        reporter.table(&table.text(), table.to_json(), "")?;
+        reporter.table(&table.text(), table.to_json())?;
     }
-    let ending: String =
-        reporter.failure_lines().iter().map(|line| format!("\n{line}\n")).collect();
     let seconds = bench.args.duration().as_secs_f64();
     let head = json!({ "machine": machine.to_json(), "left_out": left_out, "seconds": seconds });
-    reporter.end(("", ""), &ending, head, "tables")
+    reporter.end(head, "tables")
 }
 
 /// The files of the measurements, which are removed afterwards.
@@ -169,7 +167,7 @@ impl Scene<'_> {
         let (duration, stop) = (self.bench.args.duration(), &self.bench.stop);
         let mut reader = server.when_ready(|address| {
             let options = ConnectOptions { address, export: "good", certificates: None };
-            Client::connect(&options, &READER, 1, 0..DISK_BYTES, Payload::Random)
+            Client::connect(&options, &READER, 1, DISK_BYTES)
         })?;
         reader.run_for(WARM_UP, &mut latency_histogram()?, stop)?;
         let client = match (neighbour.load(), neighbour.answer()) {

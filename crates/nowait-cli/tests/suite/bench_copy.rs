@@ -96,21 +96,13 @@ fn every_route_is_measured_with_all_installed_programs_and_no_file_is_left() {
 }
 
 #[test]
-fn an_option_of_another_measurement_is_refused_and_no_file_is_made() {
-    let scratch = Scratch::new();
-    let page = scratch.join("page.html");
-    for what in ["copy", "images"] {
-        let refused = refusal(&["bench", what, "--html", text(&page)]);
-        let words = format!("bench {what} has no --html");
-        assert!(refused.code == 2 && refused.error.contains(&words), "{}", refused.error);
-        assert!(!page.exists());
-    }
+fn an_option_of_another_measurement_is_refused() {
     for (what, option) in [
         ("copy", "--file=x"),
         ("simple", "--directory=."),
         ("pool", "--servers=nbdkit"),
         ("images", "--transport=tls"),
-        ("engines", "--latency=1ms"),
+        ("isolation", "--file=x"),
     ] {
         let (name, _) = option.split_once('=').expect("an option with a value");
         let refused = refusal(&["bench", what, option]);

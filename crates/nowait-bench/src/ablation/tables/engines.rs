@@ -1,4 +1,4 @@
-//! This engine compared with a bare ring, plain system calls and fio, under the same load.
+//! This engine compared with a bare ring and plain system calls, under the same load.
 //!
 //! Invariant: all clients get the same file, offsets in the same region, and the same depth.
 
@@ -9,13 +9,11 @@ use nowait::BlockingFile;
 use crate::ablation::async_loop::{self, AsyncApi};
 use crate::ablation::bare_ring::BareRing;
 use crate::ablation::blocking_calls;
-use crate::ablation::fio_engine::{self, FIO_ENGINES, FioEngine};
 use crate::ablation::fixture::{Fixture, Queue};
 use crate::ablation::gain_table::{Metric, Row, Sample, Table, Unit, cell};
 use crate::ablation::tables::{RANDOM_READ, every_request_tried};
 use crate::args::What;
 use crate::cpus::Placement;
-use crate::fio;
 use crate::workload::{Direction, Workload};
 
 const NOTE: &str = "nowait: Engine on io_uring, by which the others' figures are divided. Linux AIO: \
@@ -34,7 +32,6 @@ enum Client {
     BareRing,
     Blocking,
     Psync,
-    Fio(FioEngine),
 }
 
 impl Client {
@@ -46,7 +43,6 @@ impl Client {
             Client::BareRing => "bare ring".to_owned(),
             Client::Blocking => "BlockingFile".to_owned(),
             Client::Psync => "psync".to_owned(),
-            Client::Fio(engine) => format!("fio {}", engine.name),
         }
     }
 
@@ -65,7 +61,6 @@ impl Client {
                 blocking_calls::run(&BlockingFile::new(fixture.disk()?), load, fixture)
             }
             Client::Psync => blocking_calls::run(&plain()?, load, fixture),
-            Client::Fio(engine) => fio_engine::run(engine, load, fixture),
         }
     }
 
@@ -87,11 +82,6 @@ pub(crate) fn tables<'a>(fixture: &'a Fixture<'a>) -> Vec<Table<'a>> {
     let apis = [AsyncApi::ThisThread, AsyncApi::AnyThread].map(Client::Tasks);
     let mut clients = vec![Client::Nowait, Client::BareRing, Client::Aio];
     clients.extend(apis.into_iter().chain([Client::Blocking, Client::Psync]));
-    clients.extend(FIO_ENGINES.map(Client::Fio));
-    let fio = fio::version().map_or_else(String::new, |version| {
-        format!(". {version}: io_uring with fixed buffers and registered files")
-    });
-    let note = NOTE.to_owned() + &fio;
     let row = |direction, depth| {
         let load = Workload { direction, depth, ..RANDOM_READ };
         let measured =
@@ -104,7 +94,7 @@ pub(crate) fn tables<'a>(fixture: &'a Fixture<'a>) -> Vec<Table<'a>> {
         title: format!("this engine and others, 4K random {}", direction.name()),
         unit: Unit::Iops,
         gain: Metric::FirstOver,
-        note: note.clone(),
+        note: NOTE.to_owned(),
         rows: [1, 32, 128].map(|depth| row(direction, depth)).into(),
     };
     fixture.directions().iter().map(table).collect()
