@@ -7,6 +7,7 @@ use nowait_image::bitmap_changes::NewBitmap;
 use nowait_server::BitmapError;
 
 use crate::control::bitmap_answers::{self, refused};
+use crate::disks::allowed_places::AllowedPlaces;
 use crate::disks::image_exchange::ImageExchange;
 
 /// The bitmaps of an export.
@@ -30,13 +31,17 @@ impl ExportBitmaps<'_> {
         named.ok_or_else(|| refused(BitmapError::NoBitmap))
     }
 
-    /// Adds a bitmap, in the image where it is to be stored.
+    /// Adds a bitmap, in the image where it is to be stored, or beside it where that is `allowed`.
     ///
     /// # Errors
     /// Why it is not there.
-    pub(crate) fn add(&self, bitmap: AddBitmap) -> Result<BitmapInfo, ControlError> {
+    pub(crate) fn add(
+        &self,
+        bitmap: AddBitmap,
+        allowed: &AllowedPlaces,
+    ) -> Result<BitmapInfo, ControlError> {
         let ImageExchange { exports, id, .. } = self.0;
-        let can_store = self.0.can_store_bitmaps()?;
+        let can_store = self.0.can_store_bitmaps(allowed)?;
         let is_stored = bitmap.persistent.unwrap_or(can_store.is_ok());
         if let (true, Err(why)) = (is_stored, can_store) {
             let why =

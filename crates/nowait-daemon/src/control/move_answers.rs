@@ -77,7 +77,6 @@ impl MovingServer<'_> {
         let thread = MoveThread {
             exports: exports.clone(),
             disks: disks.clone(),
-            allowed: self.allowed.clone(),
             id,
             moves: moves.clone(),
             job: job.clone(),

@@ -119,8 +119,7 @@ impl RunningServer {
     }
 
     fn image_exchange(&self, id: ExportId) -> ImageExchange<'_> {
-        let Self { exports, disks, additions, .. } = self;
-        ImageExchange { exports, disks, id, allowed: &additions.allowed }
+        ImageExchange { exports: &self.exports, disks: &self.disks, id }
     }
 
     fn bitmaps_of(&self, id: ExportId) -> ExportBitmaps<'_> {
@@ -380,7 +379,7 @@ impl ControlledServer for RunningServer {
             self.moves.refuse_during(id)?;
             self.replicas.refuse_during(id)?;
             self.exports.cover_with_bitmaps(id, size).map_err(refused)?;
-            self.image_exchange(id).resize(size, change.shrink)?;
+            self.image_exchange(id).resize(size, change.shrink, &self.additions.allowed)?;
         }
         change_settings(&self.exports, id, &change)?;
         self.export(id.number())
@@ -420,7 +419,7 @@ impl ControlledServer for RunningServer {
 
     fn add_bitmap(&self, id: u64, bitmap: AddBitmap) -> Result<BitmapInfo, ControlError> {
         let _changing = self.begin_change()?;
-        self.bitmaps_of(self.id_to_change(id)?).add(bitmap)
+        self.bitmaps_of(self.id_to_change(id)?).add(bitmap, &self.additions.allowed)
     }
 
     fn remove_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError> {

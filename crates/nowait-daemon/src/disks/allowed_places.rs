@@ -14,7 +14,6 @@ use crate::config::ServeConfig;
 use crate::config::allowed_uri::AllowedUri;
 
 /// The places that the user of a server has allowed.
-#[derive(Clone)]
 pub(crate) struct AllowedPlaces {
     /// The directories of images, and those of sockets.
     pub(crate) directories: Vec<PathBuf>,

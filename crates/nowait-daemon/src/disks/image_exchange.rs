@@ -37,7 +37,6 @@ pub(crate) struct ImageExchange<'a> {
     pub(crate) exports: &'a Exports,
     pub(crate) disks: &'a ServedDisks,
     pub(crate) id: ExportId,
-    pub(crate) allowed: &'a AllowedPlaces,
 }
 
 impl ImageExchange<'_> {
@@ -165,11 +164,17 @@ impl ImageExchange<'_> {
         })?
     }
 
-    /// Makes the disk `size` bytes large; smaller only if `shrink`.
+    /// Makes the disk `size` bytes large; smaller only if `shrink`. The file with its bitmaps is made again, if it has one,
+    /// where that is `allowed`.
     ///
     /// # Errors
     /// Why it cannot be done: the disk has its old size.
-    pub(crate) fn resize(&self, size: u64, shrink: bool) -> Result<(), ControlError> {
+    pub(crate) fn resize(
+        &self,
+        size: u64,
+        shrink: bool,
+        allowed: &AllowedPlaces,
+    ) -> Result<(), ControlError> {
         let (named, options) = self.current()?;
         let (format, current) =
             self.with(|served| (served.disk.image.format(), served.disk.image.size()))?;
@@ -197,7 +202,7 @@ impl ImageExchange<'_> {
         if is_device || (format.is_raw() && size > current && bitmaps.is_none()) {
             return self.grow_in_place(size);
         }
-        if let Some(place) = bitmaps.as_ref().filter(|it| !self.allowed.allows_bitmaps(it.path())) {
+        if let Some(place) = bitmaps.as_ref().filter(|it| !allowed.allows_bitmaps(it.path())) {
             let why = format!("{} cannot be made again: {NO_PLACE}", place.path().display());
             return Err(conflict(why));
         }
@@ -250,16 +255,20 @@ impl ImageExchange<'_> {
         })?
     }
 
-    /// Checks that bitmaps can be stored in the image, or beside a raw one. The inner error says why not.
+    /// Checks that bitmaps can be stored in the image, or beside a raw one, where that is `allowed`. The inner error says
+    /// why not.
     ///
     /// # Errors
     /// There is no such export.
-    pub(crate) fn can_store_bitmaps(&self) -> Result<Result<(), &'static str>, ControlError> {
+    pub(crate) fn can_store_bitmaps(
+        &self,
+        allowed: &AllowedPlaces,
+    ) -> Result<Result<(), &'static str>, ControlError> {
         self.with(|served| {
             let image = &served.disk.image;
             match image.bitmaps_place() {
                 _ if image.is_read_only() => Err("it is only read"),
-                Some(place) if place.is_there() || self.allowed.allows_bitmaps(place.path()) => {
+                Some(place) if place.is_there() || allowed.allows_bitmaps(place.path()) => {
                     Ok(())
                 }
                 Some(_) => Err(NO_PLACE),

@@ -14,7 +14,6 @@ use nowait_copy::{Error, Mirror, MirrorPart, MirroredDisk, Phase, Progress};
 use nowait_server::{ChangeTracker, ExportId, Exports};
 use tracing::{info, warn};
 
-use crate::disks::allowed_places::AllowedPlaces;
 use crate::disks::image_exchange::ImageExchange;
 use crate::disks::open_disk::OpenedDisk;
 use crate::disks::served_disks::ServedDisks;
@@ -40,7 +39,6 @@ const IDLE_WAIT: Duration = Duration::from_millis(50);
 pub(crate) struct MoveThread {
     pub(crate) exports: Exports,
     pub(crate) disks: ServedDisks,
-    pub(crate) allowed: AllowedPlaces,
     pub(crate) id: ExportId,
     pub(crate) moves: Tasks<Job>,
     pub(crate) job: Arc<Job>,
@@ -317,7 +315,7 @@ impl MoveThread {
         counter: &Counter<'_>,
         target: &mut Option<MoveTarget>,
     ) -> Result<Option<(Duration, OpenedDisk)>, Failure> {
-        let Self { exports, disks, allowed, id, .. } = self;
+        let Self { exports, disks, id, .. } = self;
         self.note_bitmaps(target.as_ref());
         let size = mirror.size();
         let mut failure = None;
@@ -339,8 +337,7 @@ impl MoveThread {
             }
             target.take().map(MoveTarget::complete).transpose().map_err(ControlError::Failed)
         };
-        let pivoted =
-            ImageExchange { exports, disks, id: *id, allowed }.pivot(self.max_pause, last_copy);
+        let pivoted = ImageExchange { exports, disks, id: *id }.pivot(self.max_pause, last_copy);
         match (failure, pivoted) {
             (Some(error), _) => Err(Failure::Copy(error)),
             (None, Ok(pivoted)) => Ok(pivoted),
