@@ -20,7 +20,6 @@ use crate::devices::Devices;
 use crate::disks::default_image::DefaultSocket;
 use crate::disks::open_disk::OpenedDisk;
 use crate::process::owned_paths::OwnedPaths;
-use crate::process::systemd;
 use crate::renewed_files;
 
 /// Files by which the kernel tells of devices, of mounts and of this process.
@@ -49,7 +48,6 @@ pub(crate) fn enter(
     devices: &Devices,
 ) -> Result<(), CliError> {
     let Some(mode) = config.sandbox.mode() else { return Ok(()) };
-    systemd::connect();
     log::connect();
     devices.add_files(&mut files);
     let in_force = sandbox::enter(mode, &files)?;

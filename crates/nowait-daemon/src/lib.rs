@@ -3,7 +3,8 @@
 //! For programs that start servers by other means than the command: a manager of virtual machines, a container that is
 //! one server, a test. What a server can be told is a [`config::ServeConfig`], plain data, which
 //! [`config::config_file`] reads and writes as TOML. [`serve::run`] opens and locks images, binds sockets, confines the
-//! process, serves until a signal comes, and flushes. An export within a process with other work is `nowait-server`.
+//! process, serves until a signal comes, and flushes. [`serve::EmbeddedServer`] is one of several servers in a process with
+//! other work; an export there is `nowait-server`.
 //!
 //! ```no_run
 //! use std::fmt;

@@ -20,6 +20,7 @@ pub mod qcow2_image;
 #[cfg(feature = "tls")]
 pub mod certificates;
 pub mod nbd;
+pub mod control_socket;
 #[cfg(feature = "web")]
 pub mod web_request;
 #[cfg(feature = "web")]
@@ -37,6 +38,7 @@ mod http2_store;
 #[cfg(feature = "web")]
 pub mod web_server;
 
+pub use control_socket::ControlSocket;
 pub use engines::{TestQueueKind, WaitForRequests, switches};
 pub use file_systems::on_each_file_system;
 pub use process::{

@@ -2,11 +2,10 @@
 //!
 //! Invariant: what a backup reads is compared with a copy of the disk that was taken at its instant.
 
-use nowait_testkit::nbd::{Client, Command, Mode};
+use nowait_testkit::nbd::{Client, Command, Mode, StatusClient};
 use nowait_testkit::{Finished, Random, require_tool, seed, tool};
 use serde_json::{Value, json};
 
-use crate::common::status_client::StatusClient;
 use crate::common::{KIB, MIB, NOWAIT, Scratch, Server, text};
 use crate::control::Controlled;
 use crate::upgrade::Upgraded;

@@ -6,7 +6,9 @@ use std::fs;
 
 use crate::common::loop_device::{LoopDevice, Mounted};
 use crate::common::{Finished, MIB, Scratch, Server, accepted, refusal, require_tool, tool};
-use nowait_testkit::nbd::{Client, Command, FAST_ZERO, Mode, NO_HOLE, RawRequest, WRITE_ZEROES};
+use nowait_testkit::nbd::{
+    Client, Command, ENOTSUP, FAST_ZERO, Mode, NO_HOLE, RawRequest, WRITE_ZEROES,
+};
 
 #[test]
 fn a_device_with_a_mounted_file_system_is_written_to_only_with_allow_mounted() {
@@ -134,5 +136,32 @@ fn a_resized_device_has_its_new_size_for_new_connections_and_no_old_holes() {
     device.resize();
     let mut fourth = server.connect();
     assert!(fourth.read(MIB, MIB as u32).expect("bytes") == vec![9; 1 << 20]);
+    server.stop();
+}
+
+/// NBD proto.md, "Command flags": where zeroing is no faster than writing, the server MUST fail quickly
+/// with `NBD_ENOTSUP`. A kernel that is to zero a device and keep its storage may write zeros.
+#[test]
+fn nbd_must_fast_zeroing_of_a_device_never_writes_zeros() {
+    let scratch = Scratch::new();
+    let image = scratch.random("disk.img", 4 * MIB, 7);
+    let Some(device) = LoopDevice::on(&image) else { return };
+    let mut expected = fs::read(&image).expect("the image");
+    let server = Server::start(device.path(), &[]);
+    let mut client = Client::connect(&server.socket(), Mode::Extended).expect("a connection");
+    let mut zero = |offset: u64, flags| {
+        let request =
+            RawRequest { kind: WRITE_ZEROES, flags, ..RawRequest::write(offset, 1 << 20) };
+        client.call_raw(&request, &[])
+    };
+    assert_eq!(zero(0, FAST_ZERO | NO_HOLE), Err(ENOTSUP));
+    zero(MIB, NO_HOLE).expect("zeroes, however long it takes");
+    expected[1 << 20..2 << 20].fill(0);
+    // Freeing storage is fast where the device supports it.
+    match zero(2 * MIB, FAST_ZERO) {
+        Ok(_) => expected[2 << 20..3 << 20].fill(0),
+        Err(error) => assert_eq!(error, ENOTSUP),
+    }
+    assert!(client.read(0, 4 * MIB as u32).expect("bytes") == expected);
     server.stop();
 }

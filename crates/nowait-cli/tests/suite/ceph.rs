@@ -10,13 +10,13 @@ use nowait_testkit::nbd::Command;
 use nowait_testkit::{Random, Scratch, seed, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::common::load::verified_by_fio;
 use crate::common::{
     Finished, Guest, Kernel, MIB, Server, accepted, bench_program, refusal, require_tool, text,
     tool,
 };
 use crate::guest::{WRITTEN_FILES, check_written, have_file_system_tools, make_disk};
 use crate::vhost_user::booted_from;
+use nowait_testkit::nbd::load::verified_by_fio;
 
 pub(crate) const DISK_BYTES: u64 = 16 * MIB;
 /// Written to by a test that takes the OSD away, or the space.
@@ -229,7 +229,7 @@ fn what_fio_writes_is_verified_and_what_is_trimmed_reads_as_zeros_and_has_no_obj
             .count()
     };
     let scratch = Scratch::new();
-    verified_by_fio(scratch.path(), &server).succeeds();
+    verified_by_fio(scratch.path(), server.uri()).succeeds();
     // It has used the first 8 MiB, two objects.
     assert_eq!(objects(), 2);
     let mut client = server.connect();

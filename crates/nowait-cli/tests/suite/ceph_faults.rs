@@ -15,8 +15,8 @@ use nowait_testkit::{Running, Scratch, SetOnDrop, ends_with_test, wait_until};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
 use crate::ceph::{OSD, cluster, script, serve};
-use crate::common::load::load;
 use crate::common::{Finished, MIB, NOWAIT, refusal, require_tool, text, tool};
+use nowait_testkit::nbd::load::load;
 
 /// Errors of NBD.
 const EIO: u32 = 5;

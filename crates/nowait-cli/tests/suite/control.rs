@@ -3,25 +3,33 @@
 //! Invariant: what a request is refused leaves the server and its clients as they were.
 
 use std::io::{Read, Write};
+use std::ops::Deref;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use nowait_testkit::nbd::{Client, Mode};
-use nowait_testkit::{Finished, PYTHON, require_tool, skip, tool, wait_until};
+use nowait_testkit::{ControlSocket, Finished, PYTHON, require_tool, skip, tool, wait_until};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::common::http_request;
 use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, text};
 
 /// A server of a raw image that takes more images from a directory, and its control socket.
 pub(crate) struct Controlled {
     pub(crate) server: Server,
-    pub(crate) socket: PathBuf,
+    control: ControlSocket,
     pub(crate) scratch: Scratch,
+}
+
+impl Deref for Controlled {
+    type Target = ControlSocket;
+
+    fn deref(&self) -> &ControlSocket {
+        &self.control
+    }
 }
 
 impl Controlled {
@@ -34,7 +42,7 @@ impl Controlled {
         let control = format!("unix:{}", socket.display());
         let arguments = ["--control", &control, "--allow-dir", text(&images)];
         let server = Server::start(&image, &arguments);
-        Self { server, socket, scratch }
+        Self { server, control: ControlSocket { socket }, scratch }
     }
 
     /// A new image in the directory that images may be added from.
@@ -42,33 +50,6 @@ impl Controlled {
         let image = self.scratch.join("images").join(name);
         accepted(&["create", text(&image), size]);
         text(&image).to_owned()
-    }
-
-    /// The status and the body of the answer to a request.
-    pub(crate) fn ask(&self, method: &str, path: &str, body: Option<Value>) -> (u16, String) {
-        let body = body.map_or_else(String::new, |body| body.to_string());
-        http_request::ask(&self.socket, method, path, &body).expect("an answer")
-    }
-
-    /// The JSON of the answer to a request that is to succeed with `status`.
-    pub(crate) fn json(&self, method: &str, path: &str, body: Option<Value>, status: u16) -> Value {
-        let (got, text) = self.ask(method, path, body);
-        assert_eq!(got, status, "{method} {path}: {text}");
-        if text.is_empty() { Value::Null } else { serde_json::from_str(&text).expect("JSON") }
-    }
-
-    /// The one line that refuses a request with `status`.
-    pub(crate) fn refusal(
-        &self,
-        method: &str,
-        path: &str,
-        body: Option<Value>,
-        status: u16,
-    ) -> String {
-        let answer = self.json(method, path, body, status);
-        let why = answer["error"].as_str().expect("why").to_owned();
-        assert!(!why.is_empty() && !why.contains('\n'), "{why:?}");
-        why
     }
 
     /// `nowait` with `arguments`, for this server.
@@ -139,7 +120,7 @@ fn every_path_answers() {
     let is_listed = |all: Value| all.as_array().expect("a list").iter().any(|one| one["id"] == id);
     wait_until("the disconnect", || !is_listed(it.json("GET", "/v1/connections", None, 200)));
     it.server.stop();
-    assert!(!it.socket.exists(), "the socket is left behind");
+    assert!(!it.control.socket.exists(), "the socket is left behind");
 }
 
 #[test]

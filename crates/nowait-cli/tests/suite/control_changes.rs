@@ -12,7 +12,6 @@ use nowait_testkit::nbd::{Client, Command, Mode};
 use nowait_testkit::{Finished, wait_until};
 use serde_json::{Value, json};
 
-use crate::common::http_request::ask;
 use crate::common::{MIB, Scratch, Server, accepted, text};
 use crate::control::Controlled;
 
@@ -234,7 +233,7 @@ fn a_change_with_a_wrong_field_changes_nothing() {
     ];
     for body in bodies {
         let path = "/v1/exports/@0";
-        let (status, answer) = ask(&it.socket, "PATCH", path, body).expect("an answer");
+        let (status, answer) = it.send("PATCH", path, body).expect("an answer");
         let shown = &body[..body.len().min(100)];
         assert_eq!(status, 400, "{shown}: {answer}");
     }

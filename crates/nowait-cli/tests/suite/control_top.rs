@@ -54,8 +54,9 @@ fn top_prints_one_second_where_there_is_no_terminal() {
     let load = &value["exports"][0];
     assert!(load["requests_per_second"].as_f64() > Some(0.0), "{load}");
     assert!(load["p99_seconds"].as_f64() > Some(0.0), "{load}");
+    let socket = it.socket.clone();
     it.server.stop();
-    let why = tool(NOWAIT).args(["top", "--once", "--control", text(&it.socket)]).fails();
+    let why = tool(NOWAIT).args(["top", "--once", "--control", text(&socket)]).fails();
     assert!(why.contains("no server answers there"), "{why}");
 }
 

@@ -4,11 +4,10 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use nowait_testkit::nbd::{Client, Command, EINVAL, Mode, REQ_ONE};
+use nowait_testkit::nbd::{Client, Command, EINVAL, Mode, REQ_ONE, StatusClient};
 use nowait_testkit::{Random, SetOnDrop, require_tool, seed, tool};
 use serde_json::{Value, json};
 
-use crate::common::status_client::StatusClient;
 use crate::common::{Finished, KIB, MIB, NOWAIT, Scratch, Server, accepted, refusal, text};
 use crate::control::Controlled;
 use crate::upgrade::Upgraded;

@@ -15,10 +15,10 @@ use nowait_testkit::{Finished, Random, Running, SetOnDrop, require_tool, seed, t
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::common::load::load;
 use crate::common::{LoopDevice, MIB, NOWAIT, Scratch, Server, accepted, text};
 use crate::control::Controlled;
 use crate::upgrade::Upgraded;
+use nowait_testkit::nbd::load::load;
 
 const SIZE: u64 = 16 * MIB;
 /// A pause that suffices under any load.

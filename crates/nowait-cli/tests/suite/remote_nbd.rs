@@ -15,11 +15,11 @@ use nowait_testkit::nbd::{Client, Command, Mode};
 use nowait_testkit::{Random, Running, SetOnDrop, seed, wait_until};
 use serde_json::Value;
 
-use crate::common::load::{self, bytes};
 use crate::common::{
     Finished, MIB, Scratch, Server, accepted, refusal, require_qemu, require_tool, text, tool,
 };
 use crate::upgrade::Upgraded;
+use nowait_testkit::nbd::load::{self, bytes};
 
 const DISK_BYTES: u64 = 16 * MIB;
 

@@ -12,8 +12,8 @@ use nowait_testkit::nbd::{Client, Command as Request, Mode};
 use nowait_testkit::{Finished, SetOnDrop, require_tool, tool};
 use serde_json::Value;
 
-use crate::common::load::{bytes, load, verified_by_fio};
 use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, text};
+use nowait_testkit::nbd::load::{bytes, load, verified_by_fio};
 
 /// A server of an image of 64 MiB in a directory that it may make images in.
 struct Served {
@@ -252,7 +252,7 @@ fn what_fio_verifies_is_whole_through_three_snapshots_resizes_and_limits() {
         return;
     }
     let it = Served::start("qcow2", &[]);
-    let mut fio = verified_by_fio(it.scratch.path(), &it.server);
+    let mut fio = verified_by_fio(it.scratch.path(), it.server.uri());
     std::thread::scope(|scope| {
         let load = scope.spawn(|| fio.succeeds());
         for (n, size) in ["80M", "96M", "72M"].into_iter().enumerate() {

@@ -19,8 +19,8 @@ use nowait_testkit::{
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::Value;
 
-use crate::common::load::{bytes, load, verified_by_fio};
 use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, text};
+use nowait_testkit::nbd::load::{bytes, load, verified_by_fio};
 
 /// A server that is upgraded, and the process that serves now.
 pub(crate) struct Upgraded {
@@ -198,7 +198,7 @@ fn what_fio_verifies_is_whole_through_three_upgrades() {
         return;
     }
     let mut it = Upgraded::start("qcow2", &[]);
-    let mut fio = verified_by_fio(it.scratch.path(), &it.server);
+    let mut fio = verified_by_fio(it.scratch.path(), it.server.uri());
     std::thread::scope(|scope| {
         let load = scope.spawn(|| fio.succeeds());
         for _ in 0..3 {

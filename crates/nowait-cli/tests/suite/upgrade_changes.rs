@@ -2,26 +2,24 @@
 //!
 //! Invariant: a change that was answered with success is in force in the process that serves afterwards.
 
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use nowait_testkit::SetOnDrop;
+use nowait_testkit::{ControlSocket, SetOnDrop};
 use serde_json::{Value, json};
 
-use crate::common::http_request::ask;
 use crate::common::{Scratch, accepted, text};
 use crate::upgrade::Upgraded;
 
 /// The status of the answer alone.
-fn status(control: &Path, method: &str, path: &str, body: &Value) -> Option<u16> {
+fn status(control: &ControlSocket, method: &str, path: &str, body: &Value) -> Option<u16> {
     let body = if body.is_null() { String::new() } else { body.to_string() };
-    ask(control, method, path, &body).map(|(status, _)| status)
+    control.send(method, path, &body).map(|(status, _)| status)
 }
 
 /// Asks for export `name`; `None` if there was no answer from a server that serves.
-fn look(control: &Path, name: &str) -> Option<(u16, Value)> {
-    let (status, body) = ask(control, "GET", &format!("/v1/exports/{name}"), "")?;
+fn look(control: &ControlSocket, name: &str) -> Option<(u16, Value)> {
+    let (status, body) = control.send("GET", &format!("/v1/exports/{name}"), "")?;
     Some((status, serde_json::from_str(&body).unwrap_or_default()))
 }
 
@@ -32,7 +30,7 @@ fn a_change_that_was_answered_with_success_is_in_force_through_upgrades_beside_i
     let image = scratch.join("more.img");
     accepted(&["create", text(&image), "1M"]);
     let mut it = Upgraded::start("raw", &["--allow-dir", text(scratch.path())]);
-    let control = it.control().to_owned();
+    let control = ControlSocket { socket: it.control().to_owned() };
     let over = AtomicBool::new(false);
     let go_on = || !over.load(Ordering::Relaxed);
     std::thread::scope(|scope| {

@@ -116,10 +116,37 @@ struct State {
     leftovers: Vec<Weak<dyn Leftover>>,
 }
 
-/// The shutdown of a server on a signal.
+impl State {
+    /// The server stops, immediately when it serves.
+    fn ask(&mut self) {
+        self.is_asked = true;
+        if let Phase::Serving(stopper, _) = &self.phase {
+            stopper.stop();
+        }
+    }
+}
+
+/// The shutdown of a server, on a signal or on request; clones share it.
+#[derive(Clone)]
 pub(crate) struct Ending(Arc<Mutex<State>>);
 
 impl Ending {
+    /// One without signals, for a server that is asked.
+    pub(crate) fn on_request() -> Self {
+        let state = State {
+            is_asked: false,
+            is_reported: false,
+            phase: Phase::Opening,
+            leftovers: Vec::new(),
+        };
+        Self(Arc::new(Mutex::new(state)))
+    }
+
+    /// Stops the server, immediately when it serves.
+    pub(crate) fn ask(&self) {
+        lock(&self.0).ask();
+    }
+
     /// Installs the signal handlers, in a process that forks no more. To be called once, before any image is opened.
     ///
     /// # Errors
@@ -129,19 +156,13 @@ impl Ending {
         for signal in IGNORED {
             signal_hook::flag::register(signal, Arc::default())?;
         }
-        let state = State {
-            is_asked: false,
-            is_reported: false,
-            phase: Phase::Opening,
-            leftovers: Vec::new(),
-        };
-        let state = Arc::new(Mutex::new(state));
-        let shared = state.clone();
+        let ending = Self::on_request();
+        let shared = ending.0.clone();
         // Now: a terminal that has closed is not there to be opened when its signal comes.
         let has_terminal = has_terminal();
         let listen = move || listen(signals, has_terminal, &shared);
         thread::Builder::new().name("signals".into()).spawn(listen)?;
-        Ok(Self(state))
+        Ok(ending)
     }
 
     /// Registers `leftover` to be removed also where a second signal ends the process immediately.
@@ -185,12 +206,9 @@ fn listen(mut signals: Signals, has_terminal: bool, state: &Arc<Mutex<State>>) {
         if now.is_asked {
             continue;
         }
-        now.is_asked = true;
         // Before the server stops: its next notification says that it is flushing.
         systemd::notify_stopping();
-        if let Phase::Serving(stopper, _) = &now.phase {
-            stopper.stop();
-        }
+        now.ask();
         drop(now);
         let state = state.clone();
         // Without this thread the shutdown is the same, but silent.

@@ -29,6 +29,11 @@ struct Background(io::PipeWriter);
 pub(crate) struct Detached(Option<Background>);
 
 impl Detached {
+    /// Of a process that does other work, too, and does not fork.
+    pub(crate) const fn not() -> Self {
+        Self(None)
+    }
+
     /// Goes to the background if that is asked for (`forks`). To be called while there is one thread, and no file that
     /// only one of both processes should have open.
     ///

@@ -155,7 +155,8 @@ fn bounded(status: &str) -> &str {
     status.get(..MAX_STATUS_BYTES).unwrap_or(status)
 }
 
-/// Connects to the service manager, if there is one: a confined process cannot any more.
+/// Connects to the service manager, if there is one, for a process that does nothing but serve: a confined one cannot any
+/// more. Without it there is nothing to notify.
 pub(crate) fn connect() {
     MANAGER.get_or_init(|| {
         let path = std::env::var_os("NOTIFY_SOCKET").filter(|path| !path.is_empty())?;
@@ -177,10 +178,14 @@ fn connected(path: &OsStr) -> io::Result<UnixDatagram> {
     Ok(socket)
 }
 
+/// The service manager, if this process is connected to one.
+pub(crate) fn manager() -> Option<&'static UnixDatagram> {
+    MANAGER.get().and_then(Option::as_ref)
+}
+
 /// Sends a notification; no effect without a service manager.
 fn notify(state: &[NotifyState<'_>]) {
-    connect();
-    let Some(manager) = MANAGER.get().and_then(Option::as_ref) else { return };
+    let Some(manager) = manager() else { return };
     let lines: String = state.iter().map(|line| format!("{line}\n")).collect();
     if let Err(error) = manager.send(lines.as_bytes()) {
         warn!("NOTIFY_SOCKET: cannot notify the service manager: {}", os_message(&error));

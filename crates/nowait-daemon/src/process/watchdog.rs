@@ -17,8 +17,8 @@ const SHORTEST: Duration = Duration::from_millis(10);
 
 /// Feeds the watchdog of this process, if the service manager has one, as long as the process runs.
 pub(crate) fn start(exports: Exports) {
-    let time = sd_notify::watchdog_enabled().filter(|time| *time >= SHORTEST);
-    let Some(time) = time else { return };
+    let time = systemd::manager().and_then(|_| sd_notify::watchdog_enabled());
+    let Some(time) = time.filter(|time| *time >= SHORTEST) else { return };
     let thread = thread::Builder::new().name("watchdog".into());
     if let Err(error) = thread.spawn(move || feed(&exports, time)) {
         warn!("WATCHDOG_USEC: cannot start its thread: {error}");

@@ -12,6 +12,7 @@ mod started;
 mod confined;
 mod serving;
 mod flushed;
+mod embedded;
 
 use std::fmt;
 use std::time::Duration;
@@ -19,10 +20,13 @@ use std::time::Duration;
 use nowait_server::Listener;
 
 use crate::config::ServeConfig;
+use crate::endpoints::signals::Ending;
 use crate::error::CliError;
 use crate::process;
 use crate::process::systemd;
 use crate::upgrade::receiver::Receiver;
+pub use embedded::EmbeddedServer;
+
 use bound::Bound;
 use confined::Confined;
 use flushed::Flushed;
@@ -54,6 +58,8 @@ pub trait Output {
 struct Context<'a> {
     config: &'a ServeConfig,
     output: &'a dyn Output,
+    /// The end of a server in a process that does other work, too; `None` for one in a process of its own.
+    embedded: Option<Ending>,
     /// The connection to the program that this one takes over from, if it does.
     receiver: Option<&'a mut Receiver>,
     /// The sockets that were handed over, until clients can connect.
@@ -71,29 +77,31 @@ pub fn run(config: &ServeConfig, output: &dyn Output) -> Result<(), CliError> {
     let descriptors = process::raise_descriptor_limit();
     let mut receiver = Receiver::of_this_process()?;
     let mut waiting = Vec::new();
-    let context = Context { config, output, receiver: receiver.as_mut(), waiting: &mut waiting };
-    let ended = Plan::of(context, descriptors).and_then(serve);
-    if let (Err(error), Some(receiver)) = (&ended, &receiver) {
-        receiver.fail(error);
+    let receiver_of = receiver.as_mut();
+    let context =
+        Context { config, output, embedded: None, receiver: receiver_of, waiting: &mut waiting };
+    let Err(error) = Plan::of(context, descriptors).and_then(serve) else {
+        // Without destructors: a request that never ends would block its worker, and the worker the end
+        // of this process; and what another process has taken over stays.
+        process::end(0);
+    };
+    if let Some(receiver) = &receiver {
+        receiver.fail(&error);
     }
     if waiting.is_empty() {
-        return ended;
+        return Err(error);
     }
     // The sockets stay with the service manager, which starts a server for the next client.
     Listener::reject(&waiting, systemd::REJECTED);
-    ended.map_err(|error| error.with_status(CANNOT_OPEN))
+    Err(error.with_status(CANNOT_OPEN))
 }
 
-/// Serves by `plan`, and ends the process.
+/// Serves by `plan` until the server has stopped.
 fn serve(plan: Plan<'_>) -> Result<(), CliError> {
     let opened = Opened::of(plan)?;
     let bound = Bound::of(opened)?;
     let started = Started::of(bound)?;
     let confined = Confined::of(started)?;
     let serving = Serving::of(confined)?;
-    let flushed = Flushed::of(serving)?;
-    flushed.end()?;
-    // Without destructors: a request that never ends would block its worker, and the worker the end
-    // of this process; and what another process has taken over stays.
-    process::end(0);
+    Flushed::of(serving)?.end()
 }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use nowait::Uring;
 use nowait_nbd::Address;
 use nowait_server::{Credentials, Listener, QueueKind, Tls};
+use rustix::process::Rlimit;
 use tracing::{info, warn};
 
 use crate::config::ServeConfig;
@@ -25,7 +26,8 @@ use crate::error::{CliError, os_message};
 use crate::process::background::Detached;
 use crate::process::io_flusher;
 use crate::process::lifetime::Parent;
-use crate::serve::launching::{Changer, launchers};
+use crate::process::systemd;
+use crate::serve::launching::{Changer, Launchers, launchers};
 use crate::serve::plan::Plan;
 use crate::serve::{CANNOT_OPEN, Context};
 use crate::summary;
@@ -77,11 +79,13 @@ impl<'a> Opened<'a> {
     pub(super) fn of(plan: Plan<'a>) -> Result<Self, CliError> {
         let Plan { context, descriptors, parent, connections, inherited, .. } = plan;
         let config = context.config;
-        // For all threads of this process and its successors.
-        io_flusher::set_if_asked(config)?;
-        let detached = Detached::detach(config.fork && context.receiver.is_none())?;
-        let ending = ending(config, &parent, &detached)?;
-        let (launcher, changer) = launchers(config, descriptors, &detached)?;
+        let (detached, ending, (launcher, changer)) = match &context.embedded {
+            Some(ending) => {
+                let none = (Err("this server is a part of another program".into()), None);
+                (Detached::not(), ending.clone(), none)
+            }
+            None => own_process(&context, descriptors, &parent)?,
+        };
         let (tls, tls_files) = tls_files::read(config)?;
         let images = open(&context)?;
         if images.all.is_empty() {
@@ -103,6 +107,22 @@ impl<'a> Opened<'a> {
             _made_here: (),
         })
     }
+}
+
+/// Prepares a process that does nothing but serve. A service manager is notified from now on.
+fn own_process(
+    context: &Context<'_>,
+    descriptors: Rlimit,
+    parent: &Parent,
+) -> Result<(Detached, Ending, Launchers), CliError> {
+    let config = context.config;
+    // For all threads of this process and its successors.
+    io_flusher::set_if_asked(config)?;
+    let detached = Detached::detach(config.fork && context.receiver.is_none())?;
+    systemd::connect();
+    let ending = ending(config, parent, &detached)?;
+    let launchers = launchers(config, descriptors, &detached)?;
+    Ok((detached, ending, launchers))
 }
 
 /// The events that end the server of `config`: signals, and the end of its `parent` if it is asked to.

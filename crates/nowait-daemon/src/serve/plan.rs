@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 
 use nowait_nbd::Address;
 use nowait_server::Listener;
-use rustix::process::Rlimit;
+use rustix::process::{Resource, Rlimit, getrlimit};
 
 use crate::devices;
 use crate::error::CliError;
@@ -42,5 +42,12 @@ impl<'a> Plan<'a> {
         *context.waiting =
             inherited.iter().filter_map(|(listener, _)| listener.try_clone().ok()).collect();
         Ok(Self { context, descriptors, parent, connections, inherited, _made_here: () })
+    }
+
+    /// The plan of `context` for a server that takes nothing of what its process was given.
+    pub(super) fn of_embedded(context: Context<'a>) -> Self {
+        let (descriptors, parent) = (getrlimit(Resource::Nofile), Parent::now());
+        let (connections, inherited) = (HashMap::new(), Vec::new());
+        Self { context, descriptors, parent, connections, inherited, _made_here: () }
     }
 }

@@ -56,7 +56,7 @@ impl<'a> Serving<'a> {
     pub(super) fn of(confined: Confined<'a>) -> Result<Self, CliError> {
         // Where this fails, the server is dropped first, then its nodes.
         let Confined { context, images, later, places, control, upgrades, server, .. } = confined;
-        let Context { config, output, receiver, waiting } = context;
+        let Context { config, output, receiver, waiting, .. } = context;
         let (image, listens) = (images.path().to_owned(), &places.listens);
         let Images { all, is_default, adopted, common } = images;
         let lines = ready_lines(config, &all, confined.kind, listens, &places.devices);

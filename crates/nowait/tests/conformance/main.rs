@@ -93,10 +93,11 @@ fn rule_of(name: &str) -> u32 {
 
 /// Rules of a frontend, which other programs test, and the directories of those.
 const OF_FRONTENDS: [u32; 6] = [50, 55, 56, 78, 79, 80];
-const FRONTENDS: [&str; 3] = [
+const FRONTENDS: [&str; 4] = [
     "../nowait-server/tests/transmission",
     "../nowait-server/tests/backups",
     "../nowait-cli/tests/suite",
+    "../nowait-daemon/tests/suite",
 ];
 
 #[test]

@@ -6,12 +6,11 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
-use nowait_testkit::nbd::Mode;
+use nowait_testkit::nbd::{Mode, StatusClient};
 use nowait_testkit::{require_tool, tool, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-use crate::common::status_client::StatusClient;
 use crate::common::{Finished, KIB, MIB, NOWAIT, Scratch, Server, accepted, text};
 
 /// Bytes of the disk.

@@ -4,9 +4,6 @@
 //! written.
 
 mod guest;
-pub(crate) mod http_request;
-pub(crate) mod load;
-pub(crate) mod status_client;
 pub(crate) mod disk_with_bitmaps;
 mod server;
 pub(crate) mod loop_device;
@@ -32,19 +29,3 @@ pub(crate) fn bench_program() -> Option<PathBuf> {
     let there = beside.is_file() || skip("no nowait-bench: cargo build -p nowait-bench");
     there.then_some(beside)
 }
-
-/// Arguments of `nowait serve` that may only affect speed: each mechanism off, the other queue, the
-/// page cache, more threads.
-pub(crate) const VARIANTS: [&[&str]; 11] = [
-    &[],
-    &["--off", "simple"],
-    &["--off", "inline-completion"],
-    &["--off", "vectored"],
-    &["--off", "pool"],
-    &["--off", "nowait-first"],
-    &["--off", "back-off"],
-    &["--off", "hint"],
-    &["--queue", "threads"],
-    &["--direct", "off"],
-    &["--queues", "3"],
-];

@@ -9,20 +9,20 @@ use std::path::Path;
 use serde_json::Value;
 
 use crate::common::{
-    Finished, GIB, KIB, MIB, PYTHON, Scratch, Server, VARIANTS, allocated, python_with_nbd,
+    Finished, GIB, KIB, MIB, PYTHON, Scratch, Server, VARIANTS, allocated, export, python_with_nbd,
     require_tool, tool,
 };
 
 /// The output of nbdinfo for the only export.
 fn export_of(server: &Server) -> Value {
-    let text = tool("nbdinfo").args(["--json", server.uri()]).succeeds();
+    let text = tool("nbdinfo").args(["--json", &server.uri()]).succeeds();
     let answer: Value = serde_json::from_str(&text).expect("JSON from nbdinfo");
     answer["exports"][0].clone()
 }
 
 /// The (offset, length, kind) lines of `nbdinfo --map`.
 fn map_of(server: &Server) -> Vec<(u64, u64, String)> {
-    let text = tool("nbdinfo").args(["--map", server.uri()]).succeeds();
+    let text = tool("nbdinfo").args(["--map", &server.uri()]).succeeds();
     let number = |word: Option<&str>| word.and_then(|word| word.parse().ok()).expect("a number");
     text.lines()
         .map(|line| {
@@ -54,7 +54,7 @@ fn nbdinfo_sees_every_capability_of_a_writable_image() {
         return;
     }
     let scratch = Scratch::new();
-    let server = Server::start(&scratch.sparse("disk.img", 3 * MIB + 512), &[]);
+    let server = Server::start(&scratch.sparse("disk.img", 3 * MIB + 512), "");
     let export = export_of(&server);
     assert_eq!(export["export-size"], 3 * MIB + 512);
     for yes in ["can_flush", "can_fua", "can_trim", "can_zero", "can_multi_conn"] {
@@ -70,7 +70,7 @@ fn nbdinfo_sees_that_a_read_only_export_is_read_only() {
         return;
     }
     let scratch = Scratch::new();
-    let server = Server::start(&scratch.sparse("disk.img", MIB), &["--read-only"]);
+    let server = Server::start(&scratch.sparse("disk.img", MIB), "read-only = true");
     assert_eq!(export_of(&server)["is_read_only"], true);
     server.stop();
 }
@@ -81,14 +81,10 @@ fn nbdinfo_finds_the_export_under_its_name_and_no_other() {
         return;
     }
     let scratch = Scratch::new();
-    let server = Server::start(&scratch.sparse("disk.img", MIB), &["--export", "backup"]);
-    let socket = server.socket();
-    let under = |name: &str| format!("nbd+unix:///{name}?socket={}", socket.display());
-    assert_eq!(
-        tool("nbdinfo").args(["--size", &under("backup")]).succeeds().trim(),
-        MIB.to_string()
-    );
-    tool("nbdinfo").args(["--size", &under("other")]).fails();
+    let server = Server::of(&export("backup", &scratch.sparse("disk.img", MIB)));
+    let size = tool("nbdinfo").args(["--size", &server.uri_of("backup")]).succeeds();
+    assert_eq!(size.trim(), MIB.to_string());
+    tool("nbdinfo").args(["--size", &server.uri_of("other")]).fails();
     server.stop();
 }
 
@@ -98,11 +94,9 @@ fn nbdinfo_gets_the_same_answer_over_tcp() {
         return;
     }
     let scratch = Scratch::new();
-    let extra = ["--json", "--nbd", "tcp:127.0.0.1:0"];
-    let server = Server::start(&scratch.sparse("disk.img", MIB), &extra);
-    assert_eq!(server.uris().len(), 2, "{:?}", server.uris());
-    for uri in server.uris() {
-        assert_eq!(tool("nbdinfo").args(["--size", uri]).succeeds().trim(), MIB.to_string());
+    let server = Server::start(&scratch.sparse("disk.img", MIB), "nbd = ['tcp:127.0.0.1:0']");
+    for uri in [server.uri(), format!("nbd://127.0.0.1:{}", server.port())] {
+        assert_eq!(tool("nbdinfo").args(["--size", &uri]).succeeds().trim(), MIB.to_string());
     }
     server.stop();
 }
@@ -118,7 +112,7 @@ fn nbdinfo_maps_data_holes_and_later_writes() {
     file.write_all_at(&vec![7; KIB as usize * 256], 2 * MIB).expect("room");
     file.sync_all().expect("a synced image");
 
-    let server = Server::start(&image, &[]);
+    let server = Server::start(&image, "");
     let hole = || "hole,zero".to_owned();
     let data = || "data".to_owned();
     let tail = 2 * MIB + 256 * KIB;
@@ -147,7 +141,7 @@ fn nbdcopy_takes_a_gibibyte_both_ways_and_holes_stay_holes() {
     let image = scratch.sparse("disk.img", GIB);
     let back = scratch.join("back");
 
-    let server = Server::start(&image, &[]);
+    let server = Server::start(&image, "");
     tool("nbdcopy").arg("--flush").arg(&source).arg(server.uri()).succeeds();
     tool("nbdcopy").arg(server.uri()).arg(&back).succeeds();
     server.stop();
@@ -248,8 +242,8 @@ fn libnbd_gets_every_command_answered_and_bad_ones_refused() {
         return;
     }
     let scratch = Scratch::new();
-    let server = Server::start(&scratch.sparse("disk.img", 4 * MIB), &[]);
-    tool(PYTHON).args(["-c", LIBNBD_SCRIPT, server.uri()]).succeeds();
+    let server = Server::start(&scratch.sparse("disk.img", 4 * MIB), "");
+    tool(PYTHON).args(["-c", LIBNBD_SCRIPT, &server.uri()]).succeeds();
     server.stop();
 }
 

@@ -55,8 +55,7 @@ fn sent_until_answered(small: &mut Client, greedy: &mut Client, buffer: &mut [u8
 fn small_reads_are_answered_between_large_reads_that_were_requested_before() {
     let scratch = Scratch::new();
     let image = scratch.random("disk.img", 16 * MIB, 5);
-    let one_thread = ["--queues", "1", "--queue", "uring", "--direct", "off"];
-    let server = Server::start(&image, &one_thread);
+    let server = Server::start(&image, "threads = 1\nqueue = 'uring'\ndirect = 'off'");
     let (mut small, mut greedy) = (server.connect(), server.connect());
     small.read(0, 4096).expect("a first read");
     for n in 0..LARGE {

@@ -4,19 +4,17 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use nowait_testkit::nbd::Client;
-use nowait_testkit::tool;
-
-use super::Server;
+use crate::nbd::client::Client;
+use crate::process::tool;
 
 /// `len` bytes that no other `seed` gives.
-pub(crate) fn bytes(seed: u64, len: usize) -> Vec<u8> {
+pub fn bytes(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64).map(|at| ((at / 7 + at * seed) % 253) as u8).collect()
 }
 
 /// Writes and reads until `over`, and checks every answer. Returns how many rounds there were. Uses
 /// 2 MiB from `region` on.
-pub(crate) fn load(client: &mut Client, region: u64, over: &AtomicBool) -> u64 {
+pub fn load(client: &mut Client, region: u64, over: &AtomicBool) -> u64 {
     let mut rounds = 0;
     while !over.load(Ordering::Relaxed) {
         rounds += 1;
@@ -27,10 +25,10 @@ pub(crate) fn load(client: &mut Client, region: u64, over: &AtomicBool) -> u64 {
     rounds
 }
 
-/// fio for 3 s on the first 8 MiB of the default export of `server`; it fails at the first byte that is
+/// fio for 3 s on the first 8 MiB of the export at `uri`; it fails at the first byte that is
 /// not what it has written. Blocks of one size: its own check of overlapping ones is wrong.
-pub(crate) fn verified_by_fio(directory: &Path, server: &Server) -> Command {
-    let uri = format!("--uri={}", server.uri());
+pub fn verified_by_fio(directory: &Path, uri: &str) -> Command {
+    let uri = format!("--uri={uri}");
     let mut fio = tool("fio");
     fio.current_dir(directory).args(["--name=verified", "--ioengine=nbd", &uri]);
     fio.args(["--rw=randrw", "--bs=4k", "--iodepth=16"]);

@@ -13,7 +13,7 @@ fn qemu_img_converts_into_and_out_of_the_export_and_finds_all_identical() {
     let source = scratch.dotted("source", GIB / 4, 100 * KIB as usize, 3 * MIB);
     let packed = scratch.join("packed.qcow2");
     let unpacked = scratch.join("unpacked.qcow2");
-    let server = Server::start(&scratch.sparse("disk.img", GIB / 4), &[]);
+    let server = Server::start(&scratch.sparse("disk.img", GIB / 4), "");
     let compare = |format: &str, file: &std::path::Path| {
         let printed = tool("qemu-img")
             .args(["compare", "-f", format, "-F", "raw"])
@@ -77,7 +77,7 @@ fn qemu_io_reads_the_patterns_it_wrote_zeroed_and_discarded_in_every_variant() {
         let scratch = Scratch::new();
         let server = Server::start(&scratch.sparse("disk.img", 16 * MIB), variant);
         let mut command = tool("qemu-io");
-        command.args(["-f", "raw", "-d", "unmap", server.uri()]);
+        command.args(["-f", "raw", "-d", "unmap", &server.uri()]);
         for line in QEMU_IO_SCRIPT {
             command.args(["-c", line]);
         }

@@ -1,7 +1,6 @@
-//! The information that clients get in every mode of the installed libnbd; a block device as an
-//! image.
+//! The information that clients get in every mode of the installed libnbd.
 //!
-//! Invariant: the expected values are from the command line, or bytes that were not transferred by
+//! Invariant: the expected values are from the options, or bytes that were not transferred by
 //! the server.
 
 use std::fs;
@@ -9,10 +8,9 @@ use std::fs;
 use serde_json::{Value, json};
 
 use crate::common::{
-    Finished, LoopDevice, MIB, PYTHON, Scratch, Server, python_with_nbd, require_tool, tool,
+    Finished, MIB, PYTHON, Scratch, Server, export, python_with_nbd, require_tool, text, tool,
 };
 use nowait_testkit::certificates::{Authority, Flaw, Role};
-use nowait_testkit::nbd::{Client, ENOTSUP, FAST_ZERO, Mode, NO_HOLE, RawRequest, WRITE_ZEROES};
 
 /// The output of nbdinfo for `uri` with `arguments`.
 fn nbdinfo(uri: &str, arguments: &[&str]) -> Value {
@@ -28,7 +26,7 @@ fn assert_contains(answer: &Value, wanted: &Value) {
 }
 
 /// The expected properties of an export of `bytes`.
-fn export(name: &str, bytes: u64, is_read_only: bool) -> Value {
+fn properties(name: &str, bytes: u64, is_read_only: bool) -> Value {
     let changes = !is_read_only;
     json!({
         "export-name": name,
@@ -64,21 +62,21 @@ fn nbdinfo_reports_writable_read_only_and_listed_exports_correctly() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", 3 * MIB + 512);
     let other = scratch.sparse("other.img", MIB);
-    let named = format!("other={}", other.display());
-    for (extra, is_read_only) in [(&[][..], false), (&["--read-only"], true)] {
-        let server = Server::start(&image, &[&[&named[..]], extra].concat());
-        let first = export("", 3 * MIB + 512, is_read_only);
-        let answer = nbdinfo(server.uri(), &[]);
+    for is_read_only in [false, true] {
+        let options = format!("read-only = {is_read_only}{}", export("other", &other));
+        let server = Server::start(&image, &options);
+        let first = properties("", 3 * MIB + 512, is_read_only);
+        let answer = nbdinfo(&server.uri(), &[]);
         check_connection(&answer, false);
         assert_contains(&answer["exports"][0], &first);
         let name = image.file_name().expect("a name").to_str().expect("UTF-8");
         assert_eq!(answer["exports"][0]["description"], name);
-        let answer = nbdinfo(server.uri(), &["--list"]);
+        let answer = nbdinfo(&server.uri(), &["--list"]);
         check_connection(&answer, false);
         let list = answer["exports"].as_array().expect("a list");
         assert_eq!(list.len(), 2);
         assert_contains(&list[0], &first);
-        assert_contains(&list[1], &export("other", MIB, is_read_only));
+        assert_contains(&list[1], &properties("other", MIB, is_read_only));
         server.stop();
     }
 }
@@ -92,16 +90,15 @@ fn nbdinfo_reports_exports_behind_tls_correctly() {
     let authority = Authority::new("the authority");
     authority.trusted_in(certs.path());
     authority.certify(certs.path(), Role::Server, Flaw::None);
-    let directory = certs.path().to_str().expect("UTF-8");
-    let other = scratch.sparse("other.img", MIB);
-    let named = format!("other={}", other.display());
-    let extra = [&named, "--read-only", "--tls-certs", directory];
-    let server = Server::start(&scratch.sparse("disk.img", 2 * MIB), &extra);
+    let directory = text(certs.path());
+    let other = export("other", &scratch.sparse("other.img", MIB));
+    let options = format!("read-only = true\ntls-certs = '{directory}'{other}");
+    let server = Server::start(&scratch.sparse("disk.img", 2 * MIB), &options);
     let uri = format!("{}&tls-certificates={directory}", server.uri());
     let answer = nbdinfo(&uri, &["--list"]);
     check_connection(&answer, true);
-    assert_contains(&answer["exports"][0], &export("", 2 * MIB, true));
-    assert_contains(&answer["exports"][1], &export("other", MIB, true));
+    assert_contains(&answer["exports"][0], &properties("", 2 * MIB, true));
+    assert_contains(&answer["exports"][1], &properties("other", MIB, true));
     server.stop();
 }
 
@@ -155,38 +152,11 @@ fn libnbd_is_served_without_structured_replies_and_without_options() {
     }
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", 4 * MIB);
-    let server = Server::start(&image, &[]);
-    tool(PYTHON).args(["-c", LESSER_MODES_SCRIPT, server.uri()]).succeeds();
+    let server = Server::start(&image, "");
+    tool(PYTHON).args(["-c", LESSER_MODES_SCRIPT, &server.uri()]).succeeds();
     server.stop();
     let mut expected = vec![0; 4 << 20];
     expected[12345..12345 + (1 << 20)].fill(6);
     expected[20000..24096].fill(0);
     assert!(fs::read(&image).expect("the image") == expected);
-}
-
-/// NBD proto.md, "Command flags": where zeroing is no faster than writing, the server MUST fail quickly
-/// with `NBD_ENOTSUP`. A kernel that is to zero a device and keep its storage may write zeros.
-#[test]
-fn nbd_must_fast_zeroing_of_a_device_never_writes_zeros() {
-    let scratch = Scratch::new();
-    let image = scratch.random("disk.img", 4 * MIB, 7);
-    let Some(device) = LoopDevice::on(&image) else { return };
-    let mut expected = fs::read(&image).expect("the image");
-    let server = Server::start(device.path(), &[]);
-    let mut client = Client::connect(&server.socket(), Mode::Extended).expect("a connection");
-    let mut zero = |offset: u64, flags| {
-        let request =
-            RawRequest { kind: WRITE_ZEROES, flags, ..RawRequest::write(offset, 1 << 20) };
-        client.call_raw(&request, &[])
-    };
-    assert_eq!(zero(0, FAST_ZERO | NO_HOLE), Err(ENOTSUP));
-    zero(MIB, NO_HOLE).expect("zeroes, however long it takes");
-    expected[1 << 20..2 << 20].fill(0);
-    // Freeing storage is fast where the device supports it.
-    match zero(2 * MIB, FAST_ZERO) {
-        Ok(_) => expected[2 << 20..3 << 20].fill(0),
-        Err(error) => assert_eq!(error, ENOTSUP),
-    }
-    assert!(client.read(0, 4 * MIB as u32).expect("bytes") == expected);
-    server.stop();
 }

@@ -5,27 +5,29 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use nowait_testkit::nbd::*;
+use crate::nbd::constants::*;
+use crate::nbd::handshake::{Mode, greet};
+use crate::nbd::wire_client::{Extents, Request, WireClient};
 
 /// A connection with contexts.
-pub(crate) struct StatusClient {
+pub struct StatusClient {
     wire: WireClient,
 }
 
 impl StatusClient {
     /// A client of export `name` that selects the contexts `queries`.
-    pub(crate) fn connect(socket: &Path, name: &str, mode: Mode, queries: &[&str]) -> Self {
+    pub fn connect(socket: &Path, name: &str, mode: Mode, queries: &[&str]) -> Self {
         let client = WireClient::greeted(greet(socket).expect("a server"), mode);
         Self { wire: client.choose(name, queries, &[]).expect("the export") }
     }
 
     /// The names of the contexts by their ids.
-    pub(crate) fn contexts(&self) -> &BTreeMap<u32, String> {
+    pub fn contexts(&self) -> &BTreeMap<u32, String> {
         &self.wire.contexts
     }
 
     /// The extents of each context from `offset` on, or the error.
-    pub(crate) fn status(
+    pub fn status(
         &mut self,
         offset: u64,
         len: u64,
@@ -44,7 +46,7 @@ impl StatusClient {
 
     /// Whether each unit of `unit` bytes is dirty in `size` bytes of the export, by the context whose name ends with
     /// `context`.
-    pub(crate) fn dirty(&mut self, context: &str, size: u64, unit: u64, flags: u16) -> Vec<bool> {
+    pub fn dirty(&mut self, context: &str, size: u64, unit: u64, flags: u16) -> Vec<bool> {
         let is_it = |(_, name): &(&u32, &String)| name.ends_with(context);
         let id = *self.wire.contexts.iter().find(is_it).expect("a context of that name").0;
         let mut units = Vec::new();

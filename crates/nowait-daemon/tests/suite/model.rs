@@ -207,9 +207,9 @@ fn play_all(server: &Server, start: &[u8], seed: u64) -> Vec<u8> {
 }
 
 /// Runs on a server of `image` started with `variant`; returns the expected content of the disk.
-fn played(image: &Path, variant: &[&str], start: &[u8], seed: u64) -> Vec<u8> {
-    println!("serve {} {variant:?}", image.display());
-    let server = Server::start(image, &[variant, &["--verbose"]].concat());
+fn played(image: &Path, variant: &str, start: &[u8], seed: u64) -> Vec<u8> {
+    println!("{}: {variant}", image.display());
+    let server = Server::start(image, variant);
     let model = play_all(&server, start, seed);
 
     let mut client = server.connect();
@@ -225,7 +225,7 @@ fn played(image: &Path, variant: &[&str], start: &[u8], seed: u64) -> Vec<u8> {
 }
 
 /// One complete run on a raw image.
-fn game(variant: &[&str], seed: u64) {
+fn game(variant: &str, seed: u64) {
     let scratch = Scratch::new();
     let image = scratch.dotted("disk.img", IMAGE_BYTES, 30_000, 200_000);
     let size = fs::metadata(&image).expect("the image").len();
@@ -259,7 +259,7 @@ fn converted(scratch: &Scratch) -> Vec<u8> {
 }
 
 /// One complete run on a qcow2 image.
-fn qcow2_game(below: Below, variant: &[&str], seed: u64) {
+fn qcow2_game(below: Below, variant: &str, seed: u64) {
     let scratch = Scratch::new();
     // The backing file is shorter than the disk, and ends within a block.
     scratch.dotted("base.img", IMAGE_BYTES - MIB, 30_000, 200_000);
