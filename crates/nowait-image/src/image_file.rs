@@ -198,6 +198,20 @@ impl ImageFile {
         Self { path, storage: storage.clone(), file: None, simulated: Some(storage) }
     }
 
+    /// A new file called `path` that is in no file system.
+    #[cfg(feature = "sim")]
+    pub(crate) fn in_memory(path: &Path) -> io::Result<Self> {
+        let memory = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC)?;
+        Self::of(path.to_owned(), memory)
+    }
+
+    /// All of its bytes.
+    #[cfg(feature = "sim")]
+    pub(crate) fn content(&self) -> io::Result<Vec<u8>> {
+        let mut bytes = vec![0; self.size()? as usize];
+        self.read_at(0, &mut bytes).map(|()| bytes)
+    }
+
     /// The simulated file, if it is one.
     #[cfg(feature = "sim")]
     pub(crate) fn as_simulated(&self) -> Option<&SimStorage> {
@@ -225,6 +239,21 @@ impl ImageFile {
 
     pub(crate) fn identity(&self) -> io::Result<FileId> {
         FileId::of(self.fd()?)
+    }
+
+    /// The size of a regular file and its times, in seconds and nanoseconds: of the last change of its bytes, and of any.
+    ///
+    /// # Errors
+    /// The errnos of fstat(2).
+    pub(crate) fn size_and_times(&self) -> io::Result<[u64; 5]> {
+        #[cfg(feature = "sim")]
+        if let Some((device, _)) = self.simulated.as_ref().and_then(|it| it.simulated()) {
+            let changed = device.changed_at() + 1;
+            return Ok([device.bytes(), 1, changed, 1, changed]);
+        }
+        let stat = rustix::fs::fstat(self.fd()?)?;
+        let [mtime, ctime] = [stat.st_mtime, stat.st_ctime].map(i64::cast_unsigned);
+        Ok([stat.st_size.cast_unsigned(), mtime, stat.st_mtime_nsec, ctime, stat.st_ctime_nsec])
     }
 
     /// The size in bytes, also of a block device.
@@ -273,6 +302,17 @@ impl ImageFile {
     /// Those of fdatasync(2).
     pub fn sync(&self) -> io::Result<()> {
         self.storage.sync().map_err(os_error)
+    }
+
+    /// Like [`ImageFile::sync`], and the times of the file, too.
+    ///
+    /// # Errors
+    /// Those of fsync(2).
+    pub(crate) fn sync_with_times(&self) -> io::Result<()> {
+        match self.fd() {
+            Ok(fd) => Ok(rustix::fs::fsync(fd)?),
+            Err(_) => self.sync(),
+        }
     }
 
     /// Makes the file `size` bytes long.

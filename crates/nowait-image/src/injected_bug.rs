@@ -23,5 +23,7 @@ nowait::injected_bugs! {
         ForgetOverlapCheck,
         /// The bits of a write are stored after its acknowledgement: when the image is closed (C74).
         BitAfterWrite,
+        /// The bitmaps of a raw disk are used as they are, whatever has written to the disk since (C93).
+        TrustChangedDisk,
     }
 }

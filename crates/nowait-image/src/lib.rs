@@ -37,6 +37,8 @@ pub mod qcow2_disk;
 mod open_bitmaps;
 mod read_only_disk;
 mod image;
+#[cfg(feature = "sim")]
+mod sim_raw_disk;
 
 pub use atomic_file::{AtomicFile, OverwritePolicy};
 pub use backing_name::url_of_backing;
@@ -63,5 +65,7 @@ pub use named_storages::NamedStorages;
 pub use offline::{bitmap_changes, check, commit, create, map, repair, resize};
 pub use qcow2_disk::bitmap_store::{BitmapBits, BitmapStore};
 pub use raw_bitmaps::BitmapsPlace;
+#[cfg(feature = "sim")]
+pub use sim_raw_disk::{SimRawDisk, SimRawImage};
 pub use snapshot_name::{file_in, snapshot_in};
 pub use warning::Warning;

@@ -14,6 +14,7 @@ use crate::formats::qcow2::bitmaps::Bitmap;
 use crate::formats::qcow2::header::Header;
 use crate::formats::qcow2::stored_bits::StoredBits;
 use crate::image_file::{ImageFile, Opening};
+use crate::injected_bug::{self, ImageBug};
 use crate::lock::{Access, LockError};
 use crate::qcow2_disk::bitmap_store::{self, BitmapStore, Noting};
 use crate::qcow2_disk::writeback_on;
@@ -53,10 +54,22 @@ impl RawBitmaps {
         warnings: &mut Vec<Warning>,
     ) -> Result<Self, ImageError> {
         let place = BitmapsPlace::of(&layer.file, options.bitmap_dir.as_deref())?;
+        Self::at(place, layer.file.is_block_device(), options, warnings)
+    }
+
+    /// The bitmaps in `place`, if there are any there.
+    ///
+    /// # Errors
+    /// Like [`RawBitmaps::open`].
+    pub(crate) fn at(
+        place: Option<BitmapsPlace>,
+        is_device: bool,
+        options: &ChainOptions,
+        warnings: &mut Vec<Warning>,
+    ) -> Result<Self, ImageError> {
         let Some(there) = place.as_ref().filter(|place| place.is_there()) else {
             return Ok(Self { place, open: None });
         };
-        let is_device = layer.file.is_block_device();
         let open = match OpenBitmaps::open(there, options, warnings) {
             Ok(open) => Some(open),
             Err(NotOpened { error, is_passing })
@@ -109,15 +122,20 @@ impl OpenBitmaps {
         if opened.header.has_stale_bitmaps {
             warnings.push(Warning::StaleBitmaps(place.path().to_owned()));
         }
+        let failed = |error| NotOpened::passing(ImageError::os(place.path(), "read", &error));
         if opened.header.bitmaps.is_none() {
+            if options.writable {
+                // A removal that was cut off is durable before the first write: a bitmap that came back would lack that.
+                opened.file.sync().map_err(failed)?;
+            }
             return Ok(opened);
         }
-        let failed = |error| NotOpened::passing(ImageError::os(place.path(), "read", &error));
         let now = place.disk.record().map_err(failed)?;
         let size = place.disk_bytes().map_err(failed)?;
         let known = opened.header.disk_state.as_ref().and_then(DiskRecord::parse);
         let is_in_use = opened.header.kept_bitmaps() != 0;
         let is_same = known.is_some_and(|known| match is_in_use {
+            _ if injected_bug::injected(ImageBug::TrustChangedDisk) => true,
             true => known.is_of_same_disk(&now),
             false => known.is_same(&now),
         });

@@ -29,6 +29,7 @@ pub mod simulation;
 pub mod remote;
 pub mod log;
 pub mod backup;
+pub mod raw_bitmaps;
 pub mod run;
 pub mod fault_matrix;
 pub mod trace;

@@ -14,6 +14,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use nowait_sim::backup::backup_scenario::BackupScenario;
 use nowait_sim::fault_matrix::Matrix;
 use nowait_sim::log::log_scenario::LogScenario;
+use nowait_sim::raw_bitmaps::bitmaps_scenario::BitmapsScenario;
 use nowait_sim::remote::remote_scenario::RemoteScenario;
 use nowait_sim::run::{self, Failure, Plan};
 use nowait_sim::scenario::Mode;
@@ -38,7 +39,8 @@ struct Args {
     /// Kind of the simulation: engine, server, vhost-user, ublk, remote (the storage of an export, with a server
     /// that dies behind a network), or all of them: one seed in four is a server's, one in eight a
     /// virtual machine's, one in eight a block device's, one in eight a remote storage's. With `log`, an
-    /// append log whose processes are killed and lose their power, which `all` leaves out. With `hosts`,
+    /// append log whose processes are killed and lose their power, with `backup` a backup of a disk that is written, with `bitmaps`
+    /// the stored bitmaps of a raw disk, which `all` leaves out. With `hosts`,
     /// many hosts boot from one image in a store, in virtual time.
     #[arg(long, default_value = "all")]
     mode: String,
@@ -51,7 +53,7 @@ struct Args {
     /// How many seeds are run, whatever time they take.
     #[arg(long, value_name = "N", conflicts_with = "seconds")]
     runs: Option<u64>,
-    /// Runs the seeds of this file, one a line; what follows a # is a comment.
+    /// Runs the seeds of this file, one a line, of the usual mode or of one that is named before it; what follows a # is a comment.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["seed", "seconds", "runs"])]
     seeds: Option<PathBuf>,
     /// Seeds that are run at the same time, each on a thread of its own [default: one for each CPU].
@@ -64,7 +66,8 @@ struct Args {
     /// virtual machine:
     /// forget-in-flight, repeat-told, tell-before-data; with a block device: commit-before-data. In a qcow2 image:
     /// forget-tail, read-below-elsewhere, forget-order, forget-given-back, cut-too-short,
-    /// forget-to-grow, forget-failure, flush-beside-another, forget-overlap-check. In a remote storage:
+    /// forget-to-grow, forget-failure, flush-beside-another, forget-overlap-check, bit-after-write; of a raw disk:
+    /// trust-changed-disk. In a remote storage:
     /// forget-replay, trim-when-asked, trim-too-much, replay-out-of-order, replay-overwritten,
     /// forget-durable, answer-unanswered, forget-overlap, read-beside-repeated, forget-failed-flush.
     #[arg(long, value_name = "MISTAKE")]
@@ -135,16 +138,17 @@ fn start(args: &Args) -> Result<bool, String> {
     if only.is_none() && args.mode != "all" {
         return Err(format!("{}: no such mode", args.mode));
     }
-    let plan = |seed| {
-        let mode = only.unwrap_or_else(|| Mode::of(seed));
+    let plan_in = |mode: Option<Mode>, seed| {
+        let mode = only.or(mode).unwrap_or_else(|| Mode::of(seed));
         let plan = Plan { bug, ..Plan::new(mode, seed, args.steps) };
         let is_image = || Mode::ON_DEVICES.contains(&mode) && plan.scenario().qcow2.is_some();
         (!args.images || is_image()).then_some(plan)
     };
+    let plan = |seed| plan_in(None, seed);
     if let Some(path) = &args.seeds {
         let seeds = listed_seeds(path)?;
         println!("{} seeds of {}, {} steps each", seeds.len(), path.display(), args.steps);
-        let plans = seeds.into_iter().filter_map(plan);
+        let plans = seeds.into_iter().filter_map(|(mode, seed)| plan_in(mode, seed));
         return Ok(run_plans(args, None, plans));
     }
     let first = args.seed.unwrap_or_else(fresh_seed);
@@ -155,11 +159,16 @@ fn start(args: &Args) -> Result<bool, String> {
     Ok(run_plans(args, limit, plans))
 }
 
-/// The seeds of the file at `path`.
-fn listed_seeds(path: &Path) -> Result<Vec<u64>, String> {
+/// The seeds of the file at `path`, and the modes that are named before them.
+fn listed_seeds(path: &Path) -> Result<Vec<(Option<Mode>, u64)>, String> {
     let text = std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
     let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
-    let seed = |line: &str| line.parse().map_err(|_| format!("{line}: not a seed"));
+    let seed = |line: &str| {
+        let (mode, seed) = line.split_once(' ').unwrap_or(("", line));
+        let named = Mode::ALL.into_iter().find(|it| it.name() == mode);
+        let seed = seed.trim().parse().ok().filter(|_| mode.is_empty() || named.is_some());
+        seed.map(|seed| (named, seed)).ok_or_else(|| format!("{line}: not a seed"))
+    };
     lines.filter(|line| !line.is_empty()).map(seed).collect()
 }
 
@@ -258,6 +267,7 @@ fn report(plan: &Plan, failure: &Failure) {
         Mode::Remote => println!("{:#?}", RemoteScenario::of(plan.seed)),
         Mode::Log => println!("{:#?}", LogScenario::of(plan.seed)),
         Mode::Backup => println!("{:#?}", BackupScenario::of(plan.seed)),
+        Mode::Bitmaps => println!("{:#?}", BitmapsScenario::of(plan.seed)),
         _ => println!("{:#?}", plan.scenario()),
     }
     print!("{}{}", trace::describe(plan), trace::write(plan));

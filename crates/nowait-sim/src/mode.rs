@@ -19,11 +19,13 @@ pub enum Mode {
     Log,
     /// A backup of a disk that is written; see [`crate::backup`]. No seed is one by default.
     Backup,
+    /// The bitmaps of a raw disk; see [`crate::raw_bitmaps`]. No seed is one by default.
+    Bitmaps,
 }
 
 impl Mode {
     /// Every mode.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Engine,
         Self::Server,
         Self::VhostUser,
@@ -31,6 +33,7 @@ impl Mode {
         Self::Remote,
         Self::Log,
         Self::Backup,
+        Self::Bitmaps,
     ];
     /// The modes with a simulated device, whose scenario is a [`crate::scenario::Scenario`].
     pub const ON_DEVICES: [Self; 4] = [Self::Engine, Self::Server, Self::VhostUser, Self::Ublk];
@@ -46,6 +49,7 @@ impl Mode {
             Self::Remote => "remote",
             Self::Log => "log",
             Self::Backup => "backup",
+            Self::Bitmaps => "bitmaps",
         }
     }
 

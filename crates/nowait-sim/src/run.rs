@@ -22,6 +22,8 @@ use crate::engines::Engines;
 use crate::log::log_scenario::LogScenario;
 use crate::log::log_simulation::LogSimulation;
 use crate::model::Violation;
+use crate::raw_bitmaps::bitmaps_scenario::BitmapsScenario;
+use crate::raw_bitmaps::bitmaps_simulation::BitmapsSimulation;
 use crate::remote::remote_scenario::RemoteScenario;
 use crate::remote::remote_simulation::RemoteSimulation;
 use crate::scenario::{Mode, Scenario};
@@ -134,6 +136,7 @@ pub fn run(plan: &Plan) -> Result<Counts, Failure> {
         Mode::Remote => run_remote(plan),
         Mode::Log => run_log(plan),
         Mode::Backup => run_backup(plan),
+        Mode::Bitmaps => run_bitmaps(plan),
     };
     inject_bug(None);
     nowait_server::inject(None);
@@ -189,51 +192,65 @@ fn watched(
     Err(Failure { step: now, what })
 }
 
-fn run_remote(plan: &Plan) -> Result<Counts, Failure> {
-    let scenario = RemoteScenario::of(plan.seed);
+/// Runs a simulation that is no system under test, step by step.
+fn run_steps<S>(
+    plan: &Plan,
+    new: impl FnOnce() -> Result<S, Violation>,
+    step: impl Fn(&mut S, u64) -> Result<(), Violation>,
+    end: impl FnOnce(&mut S) -> Result<Counts, Violation>,
+) -> Result<Counts, Failure> {
     watched(|now| {
-        let mut simulation = RemoteSimulation::new(scenario.clone());
-        for &step in &plan.steps {
-            *now = Some(step);
-            let (action, random) = scenario.step(step);
-            simulation.step(action, random)?;
+        let mut simulation = ManuallyDrop::new(new()?);
+        for &number in &plan.steps {
+            *now = Some(number);
+            step(&mut simulation, number)?;
         }
         *now = None;
-        simulation.end()?;
-        Ok(simulation.counts())
+        let counts = end(&mut simulation)?;
+        // One that has failed is leaked: its requests in flight never end.
+        drop(ManuallyDrop::into_inner(simulation));
+        Ok(counts)
     })
+}
+
+fn run_remote(plan: &Plan) -> Result<Counts, Failure> {
+    let scenario = RemoteScenario::of(plan.seed);
+    let step = |simulation: &mut RemoteSimulation, n| {
+        let (action, random) = scenario.step(n);
+        simulation.step(action, random)
+    };
+    let end = |simulation: &mut RemoteSimulation| simulation.end().map(|()| simulation.counts());
+    run_steps(plan, || Ok(RemoteSimulation::new(scenario.clone())), step, end)
 }
 
 fn run_log(plan: &Plan) -> Result<Counts, Failure> {
     let scenario = LogScenario::of(plan.seed);
-    watched(|now| {
-        let mut simulation = LogSimulation::new(scenario.clone());
-        for &step in &plan.steps {
-            *now = Some(step);
-            let (action, random) = scenario.step(step);
-            simulation.step(action, random)?;
-        }
-        *now = None;
-        simulation.end()?;
-        Ok(simulation.counts())
-    })
+    let step = |simulation: &mut LogSimulation, n| {
+        let (action, random) = scenario.step(n);
+        simulation.step(action, random)
+    };
+    let end = |simulation: &mut LogSimulation| simulation.end().map(|()| simulation.counts());
+    run_steps(plan, || Ok(LogSimulation::new(scenario.clone())), step, end)
 }
 
 fn run_backup(plan: &Plan) -> Result<Counts, Failure> {
     let scenario = BackupScenario::of(plan.seed);
-    watched(|now| {
-        let mut simulation = ManuallyDrop::new(BackupSimulation::new(scenario.clone())?);
-        for &step in &plan.steps {
-            *now = Some(step);
-            let (action, random) = scenario.step(step);
-            simulation.step(action, random)?;
-        }
-        *now = None;
-        simulation.end()?;
-        // One that has failed is leaked: its requests in flight never end.
-        let simulation = ManuallyDrop::into_inner(simulation);
-        Ok(simulation.counts())
-    })
+    let step = |simulation: &mut BackupSimulation, n| {
+        let (action, random) = scenario.step(n);
+        simulation.step(action, random)
+    };
+    let end = |simulation: &mut BackupSimulation| simulation.end().map(|()| simulation.counts());
+    run_steps(plan, || BackupSimulation::new(scenario.clone()), step, end)
+}
+
+fn run_bitmaps(plan: &Plan) -> Result<Counts, Failure> {
+    let scenario = BitmapsScenario::of(plan.seed);
+    let step = |simulation: &mut BitmapsSimulation, n| {
+        let (action, random) = scenario.step(n);
+        simulation.step(action, random)
+    };
+    let end = |simulation: &mut BitmapsSimulation| simulation.end().map(|()| simulation.counts());
+    run_steps(plan, || BitmapsSimulation::new(scenario.clone()), step, end)
 }
 
 /// Runs the plans of `next` on `threads` threads, until `next` returns `None` or a run fails; calls

@@ -224,7 +224,12 @@ impl Scenario {
         match mode {
             Mode::VhostUser => scenario.in_blocks(512),
             Mode::Ublk => scenario.in_blocks(u64::from(scenario.device.align.offset).max(512)),
-            Mode::Engine | Mode::Server | Mode::Remote | Mode::Log | Mode::Backup => {}
+            Mode::Engine
+            | Mode::Server
+            | Mode::Remote
+            | Mode::Log
+            | Mode::Backup
+            | Mode::Bitmaps => {}
         }
         scenario.disk = scenario.disk.allocate_ahead(random.below(8) > 0);
         scenario.draw_operator(&mut random);
@@ -355,7 +360,7 @@ impl Scenario {
         let part = random.below(self.parts) as usize;
         let drawn = random.next() & 0xffff;
         let usual = match self.mode {
-            Mode::Engine | Mode::Remote | Mode::Log | Mode::Backup => {
+            Mode::Engine | Mode::Remote | Mode::Log | Mode::Backup | Mode::Bitmaps => {
                 self.engine_action(drawn, &mut random)
             }
             Mode::Server => self.server_action(drawn, &mut random),

@@ -8,6 +8,7 @@ use nowait::sim::Fault;
 
 use crate::backup::backup_scenario::BackupScenario;
 use crate::log::log_scenario::LogScenario;
+use crate::raw_bitmaps::bitmaps_scenario::BitmapsScenario;
 use crate::remote::remote_scenario::RemoteScenario;
 use crate::run::{InjectedBug, Plan};
 use crate::scenario::Mode;
@@ -108,6 +109,10 @@ pub fn describe(plan: &Plan) -> String {
         }
         Mode::Backup => {
             let scenario = BackupScenario::of(plan.seed);
+            lines(plan, |n| format!("{:?}", scenario.step(n).0))
+        }
+        Mode::Bitmaps => {
+            let scenario = BitmapsScenario::of(plan.seed);
             lines(plan, |n| format!("{:?}", scenario.step(n).0))
         }
         _ => {

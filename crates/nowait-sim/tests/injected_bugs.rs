@@ -24,8 +24,8 @@ const IMAGES: usize = 400;
 const REMOTE_SEEDS: usize = 1000;
 const REMOTE_STEPS: u64 = 3000;
 
-/// Seeds within which a bug of a log is found.
-const LOG_SEEDS: u64 = 100;
+/// Seeds within which a bug of a log, or of the bitmaps of a raw disk, is found.
+const FEW_SEEDS: u64 = 100;
 
 /// The first seeds in which a bug can be injected.
 fn seeds(bug: InjectedBug) -> impl Iterator<Item = u64> {
@@ -66,6 +66,7 @@ fn fails_merged(scenario: &Scenario) -> bool {
 fn fails(bug: InjectedBug, seed: u64) -> bool {
     let mode = match bug {
         InjectedBug::Engine(EngineBug::CompleteElsewhere) => Mode::Server,
+        InjectedBug::Image(ImageBug::TrustChangedDisk) => Mode::Bitmaps,
         InjectedBug::Engine(_) | InjectedBug::Image(_) => Mode::Engine,
         InjectedBug::Server(
             ServerBug::ForgetInFlight
@@ -256,14 +257,25 @@ fn a_write_that_reaches_the_disk_before_its_copy_for_a_backup_is_done_is_found()
     is_found(InjectedBug::Server(ServerBug::WriteBeforeCopy));
 }
 
-/// Whether a bug of a log is found, in this process.
-fn is_found_in_a_log(bug: EngineBug) {
-    let plan = |seed| Plan {
-        bug: Some(InjectedBug::Engine(bug)),
-        ..Plan::new(Mode::Log, seed, SEED_STEPS)
-    };
-    let found = (0..LOG_SEEDS).any(|seed| run(&plan(seed)).is_err());
+/// Whether a bug is found within few seeds of `mode`, in this process.
+fn is_found_in(mode: Mode, bug: InjectedBug) {
+    let plan = |seed| Plan { bug: Some(bug), ..Plan::new(mode, seed, SEED_STEPS) };
+    let found = (0..FEW_SEEDS).any(|seed| run(&plan(seed)).is_err());
     assert!(found, "{bug:?} was not found");
+}
+
+fn is_found_in_a_log(bug: EngineBug) {
+    is_found_in(Mode::Log, InjectedBug::Engine(bug));
+}
+
+#[test]
+fn a_bit_of_a_raw_disk_that_is_stored_after_the_write_is_found() {
+    is_found_in(Mode::Bitmaps, InjectedBug::Image(ImageBug::BitAfterWrite));
+}
+
+#[test]
+fn bitmaps_of_a_raw_disk_that_another_program_has_written_to_and_that_are_trusted_are_found() {
+    is_found_in(Mode::Bitmaps, InjectedBug::Image(ImageBug::TrustChangedDisk));
 }
 
 #[test]

@@ -52,9 +52,7 @@ pub fn new_simulated(
 ) -> Result<Vec<u8>, ImageError> {
     let name = std::path::PathBuf::from("image");
     let failed = |error: std::io::Error| ImageError::os(&name, "create", &error);
-    let memory = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC);
-    let memory = memory.map_err(|error| failed(error.into()))?;
-    let file = ImageFile::of(name.clone(), memory).map_err(failed)?;
+    let file = ImageFile::in_memory(&name).map_err(failed)?;
     let refused = |why: String| ImageError::refused(&name, why);
     let terms = CreateTerms {
         has_backing: backing.is_some(),
@@ -63,7 +61,5 @@ pub fn new_simulated(
         features,
     };
     empty_image::write(&file, size, backing, terms).map_err(refused)?.map_err(failed)?;
-    let mut bytes = vec![0; file.size().map_err(failed)? as usize];
-    file.read_at(0, &mut bytes).map_err(failed)?;
-    Ok(bytes)
+    file.content().map_err(failed)
 }

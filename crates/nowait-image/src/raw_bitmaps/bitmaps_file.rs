@@ -4,14 +4,8 @@
 
 use std::io::{self, Read};
 use std::ops::RangeInclusive;
-use std::os::fd::AsFd;
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
 use std::sync::Arc;
 
-use rustix::fs::{Mode, OFlags};
-
-use crate::atomic_file::{AtomicFile, OverwritePolicy};
 use crate::error::ImageError;
 use crate::formats::qcow2::bitmap_editor::{BitmapEditor, NewBitmap, edit};
 use crate::formats::qcow2::bitmap_slot;
@@ -49,7 +43,7 @@ impl BitmapsPlace {
             let record = self.disk.settled_record();
             let record = record.map_err(|error| self.failed("look at its disk", &error))?;
             let add = |bitmaps: &mut BitmapEditor<'_>| bitmaps.add(new, None);
-            return self.write(size, record, OverwritePolicy::Nothing, add);
+            return self.write(size, record, false, add);
         }
         self.fit(size, None)?;
         self.change(|bitmaps| bitmaps.add(new, None))
@@ -112,18 +106,7 @@ impl BitmapsPlace {
     /// A refusal of any other file; the errno of a failed system call.
     pub(crate) fn open(&self, opening: Opening) -> Result<(Arc<ImageFile>, Header), ImageError> {
         let refused = |why: &str| Err(ImageError::refused(&self.path, why));
-        let parent = self.path.parent().unwrap_or(Path::new("/"));
-        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let directory = rustix::fs::open(parent, flags, Mode::empty());
-        let directory = directory.map_err(|error| self.failed("open", &error.into()))?;
-        let name = self.path.file_name().unwrap_or_default();
-        let file = ImageFile::open_in(directory.as_fd(), name, &self.path, opening);
-        let file = match file {
-            Err(error) if error.errno() == libc::ELOOP => {
-                return refused("it is a symbolic link, and not followed");
-            }
-            opened => opened?,
-        };
+        let file = self.home.open(&self.path, opening)?;
         if file.is_block_device() {
             return refused("it is a block device, and no file with bitmaps");
         }
@@ -164,11 +147,9 @@ impl BitmapsPlace {
             return Ok(());
         }
         let all = Bitmap::with_entries(&file, &header)?;
-        let mode = std::fs::symlink_metadata(&self.path).map(|meta| meta.mode());
-        let mode = mode.map_err(|error| self.failed("look at it", &error))?;
         let record = self.disk.record().map(DiskRecord::in_use);
         let record = record.map_err(|error| self.failed("look at its disk", &error))?;
-        self.write(size, record, OverwritePolicy::File { mode }, |bitmaps| {
+        self.write(size, record, true, |bitmaps| {
             for (entry, bitmap) in all.iter().filter(|(_, bitmap)| bitmap.is_usable()) {
                 let Bitmap { name, granularity, auto, .. } = bitmap.clone();
                 let bits = StoredBits::new(&file, &header, entry);
@@ -180,26 +161,26 @@ impl BitmapsPlace {
         })
     }
 
-    /// Writes a file for a disk of `size` bytes with the bitmaps that `fill` adds.
+    /// Writes a file for a disk of `size` bytes with the bitmaps that `fill` adds, which `replaces` the one that is there.
     fn write(
         &self,
         size: u64,
         record: DiskRecord,
-        replaces: OverwritePolicy,
+        replaces: bool,
         fill: impl FnOnce(&mut BitmapEditor<'_>) -> io::Result<()>,
     ) -> Result<(), ImageError> {
-        let refused = |why: String| ImageError::refused(&self.path, why);
         let has_few = |bits: &u32| size.div_ceil(1 << bits) <= MANY_CLUSTERS;
         let bits = CLUSTER_BITS.clone().find(has_few).unwrap_or(*CLUSTER_BITS.end());
         let header = Header::empty(size, bits);
         let header = header.with_raw_data_file(self.disk_path.clone().into_os_string());
-        let header = Header { disk_state: Some(record.bytes()), ..header };
-        let file = AtomicFile::create(&self.path, 0, replaces).map_err(refused)?;
-        let written = write_over_data_file(file.file(), header).map_err(refused)?;
-        written.map_err(|error| self.failed("make it", &error))?;
-        let header = Header::read(file.file())?;
-        edit(file.file(), &header, fill)?;
-        file.finish().map_err(refused)
+        let mut new = Some((Header { disk_state: Some(record.bytes()), ..header }, fill));
+        self.home.write(&self.path, replaces, &mut |file| {
+            let Some((header, fill)) = new.take() else { return Ok(()) };
+            let written = write_over_data_file(file, header);
+            let written = written.map_err(|why| ImageError::refused(&self.path, why))?;
+            written.map_err(|error| self.failed("make it", &error))?;
+            edit(file, &Header::read(file)?, fill)
+        })
     }
 }
 

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use crate::error::ImageError;
 use crate::image_file::{FileId, ImageFile};
+use crate::raw_bitmaps::bitmaps_home::{BitmapsHome, NamedFile};
 use crate::raw_bitmaps::disk_record::{RawDisk, passing_name, stable_names};
 
 /// The end of the file's name, behind that of the image.
@@ -29,6 +30,8 @@ pub struct BitmapsPlace {
     /// The absolute path of the disk, as the file names it.
     pub(crate) disk_path: PathBuf,
     pub(crate) disk: RawDisk,
+    /// How the file is reached.
+    pub(crate) home: Arc<dyn BitmapsHome>,
 }
 
 impl BitmapsPlace {
@@ -51,7 +54,8 @@ impl BitmapsPlace {
         let disk = disk.map_err(|error| ImageError::os(file.path(), "look at it", &error))?;
         let mut beside = disk_path.clone().into_os_string();
         beside.push(SUFFIX);
-        let beside = Self { path: beside.into(), disk_path, disk };
+        let home = home();
+        let beside = Self { path: beside.into(), disk_path, disk, home };
         match directory {
             Some(directory) if !beside.is_there() => {
                 let path = place_in(directory, &beside.disk_path, file.path())?;
@@ -66,7 +70,7 @@ impl BitmapsPlace {
         for disk_path in stable_names(file) {
             let path = place_in(directory, &disk_path, file.path())?;
             let disk = RawDisk::of_device(file, &disk_path.to_string_lossy());
-            let place = Self { path, disk_path, disk };
+            let place = Self { path, disk_path, disk, home: home() };
             if place.is_there() {
                 return Ok(Some(place));
             }
@@ -79,7 +83,8 @@ impl BitmapsPlace {
             return Ok(None);
         };
         let path = place_in(directory, &disk_path, file.path())?;
-        Ok(Some(Self { path, disk_path, disk: RawDisk::of_device(file, &name) }))
+        let disk = RawDisk::of_device(file, &name);
+        Ok(Some(Self { path, disk_path, disk, home: home() }))
     }
 
     /// The file with the bitmaps.
@@ -91,8 +96,12 @@ impl BitmapsPlace {
     /// Whether there is something of that name.
     #[must_use]
     pub fn is_there(&self) -> bool {
-        self.path.symlink_metadata().is_ok()
+        self.home.is_there(&self.path)
     }
+}
+
+fn home() -> Arc<dyn BitmapsHome> {
+    Arc::new(NamedFile)
 }
 
 /// The absolute path of `file`, without symbolic links; `None` if it has no name any more.

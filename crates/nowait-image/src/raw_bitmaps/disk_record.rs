@@ -11,7 +11,7 @@ use std::time::Duration;
 use std::{fs, thread};
 
 use crc_fast::{CrcAlgorithm, checksum};
-use rustix::fs::{AtFlags, Stat, StatxFlags, fstat, fsync, major, minor, statx};
+use rustix::fs::{AtFlags, StatxFlags, fstat, major, minor, statx};
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::formats::qcow2::header::{BITMAPS_BYTES, be64};
@@ -92,6 +92,12 @@ impl RawDisk {
         Ok(Self { file: file.clone(), identity: sum(&words) })
     }
 
+    /// The simulated file `file`.
+    #[cfg(feature = "sim")]
+    pub(crate) const fn simulated(file: Arc<ImageFile>) -> Self {
+        Self { file, identity: 1 }
+    }
+
     /// The block device `file`, which has this name as long as it is one disk.
     pub(crate) fn of_device(file: &Arc<ImageFile>, name: &str) -> Self {
         let identity = checksum(CrcAlgorithm::Crc64Nvme, name.as_bytes());
@@ -105,7 +111,7 @@ impl RawDisk {
     pub(crate) fn record(&self) -> io::Result<DiskRecord> {
         let state = match self.file.is_block_device() {
             true => OF_DEVICE,
-            false => state_of(&fstat(self.file.fd()?)?),
+            false => state_of(&self.file.size_and_times()?),
         };
         Ok(DiskRecord { identity: self.identity, state })
     }
@@ -116,13 +122,12 @@ impl RawDisk {
     /// # Errors
     /// The errnos of fsync(2) and fstat(2).
     pub(crate) fn settled_record(&self) -> io::Result<DiskRecord> {
-        let fd = self.file.fd()?;
         // Its times are durable, too: after a loss of power they are not others.
-        fsync(fd)?;
-        let now = fstat(fd)?;
+        self.file.sync_with_times()?;
+        let [_, _, _, seconds, nanoseconds] = self.file.size_and_times()?;
+        let last = (seconds.cast_signed(), nanoseconds.cast_signed());
         for _ in 0..TICKS {
             let clock = clock_gettime(ClockId::RealtimeCoarse);
-            let last = (now.st_ctime, now.st_ctime_nsec.cast_signed());
             let is_later = (clock.tv_sec, clock.tv_nsec) > last;
             if is_later || self.file.is_block_device() {
                 break;
@@ -134,18 +139,12 @@ impl RawDisk {
 }
 
 /// The checksum of the size and the times of a file; none of those whose file system has whole seconds.
-fn state_of(stat: &Stat) -> u64 {
-    let times = [
-        stat.st_mtime.cast_unsigned(),
-        stat.st_mtime_nsec,
-        stat.st_ctime.cast_unsigned(),
-        stat.st_ctime_nsec,
-    ];
-    if times[1] == 0 && times[3] == 0 {
+fn state_of(size_and_times: &[u64; 5]) -> u64 {
+    let [_, _, mtime_nsec, _, ctime_nsec] = *size_and_times;
+    if mtime_nsec == 0 && ctime_nsec == 0 {
         return UNKNOWN;
     }
-    let [mtime, mtime_nsec, ctime, ctime_nsec] = times;
-    let state = sum(&[stat.st_size.cast_unsigned(), mtime, mtime_nsec, ctime, ctime_nsec]);
+    let state = sum(size_and_times);
     // The values with a meaning of their own.
     if state <= OF_DEVICE { !state } else { state }
 }

@@ -110,3 +110,22 @@ fn c74_a_change_is_in_the_bitmap_of_a_raw_disk_at_any_power_cut() {
     assert_eq!(dirty(&disk), Some([true; 3]));
     assert!(trusted[1..].iter().all(|count| *count > 0), "{trusted:?}");
 }
+
+#[test]
+fn a_removal_of_the_last_bitmap_is_durable_before_the_disk_is_written_to() {
+    let directory = tempfile::tempdir().unwrap();
+    let disk = directory.path().join("disk.img");
+    fs::write(&disk, vec![0; SIZE as usize]).unwrap();
+    let new = NewBitmap { name: "a".into(), granularity: GRANULARITY, enabled: true };
+    let image = open(&disk, true);
+    let place = image.bitmaps_place().unwrap().clone();
+    image.close().unwrap();
+    place.add(&new).unwrap();
+    place.remove("a").unwrap();
+    let synced = |writable| {
+        let log = record(|| open(&disk, writable).close().unwrap());
+        log.iter().any(|(path, change)| path == place.path() && matches!(change, Change::Sync))
+    };
+    assert!(synced(true), "a removal that was cut off could come undone");
+    assert!(!synced(false));
+}

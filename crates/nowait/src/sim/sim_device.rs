@@ -163,13 +163,30 @@ impl SimDevice {
         media.cut(random, faults.rot)
     }
 
+    /// Ends the process that uses the device, in the middle of whatever it does: transfers in flight end with `EIO`, and so
+    /// does every operation of storages that are open, also after [`SimDevice::power_on`]. All that was changed stays.
+    pub fn kill(&self) {
+        let mut state = self.lock();
+        state.power = PowerState::Off;
+        state.power_cuts += 1;
+        state.end_all();
+    }
+
+    /// When the contents of the device changed last, as the times of a file tell it: a number that only grows, but for a
+    /// power cut, after which it may be that of an earlier change.
+    #[must_use]
+    pub fn changed_at(&self) -> u64 {
+        self.lock().media.changed_at()
+    }
+
     /// Drops the page cache: what a failed flush has lost is read no more. It does not count as an operation.
     pub fn drop_cache(&self) {
         self.lock().media.forget_lost();
     }
 
-    /// The number of power cuts so far.
-    pub(crate) fn power_cuts(&self) -> u64 {
+    /// The number of power cuts and kills so far.
+    #[must_use]
+    pub fn power_cuts(&self) -> u64 {
         self.lock().power_cuts
     }
 

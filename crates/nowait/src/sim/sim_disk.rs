@@ -73,6 +73,15 @@ pub(crate) struct SimDisk {
     /// Blocks that were changed since the last power cut; in all others `safe` equals `current`.
     touched: Vec<usize>,
     is_touched: Vec<bool>,
+    times: ChangeTimes,
+}
+
+/// When the contents changed last, as the times of a file tell it: numbers that only grow.
+#[derive(Clone, Copy, Default)]
+struct ChangeTimes {
+    clock: u64,
+    current: u64,
+    safe: u64,
 }
 
 impl SimDisk {
@@ -94,7 +103,13 @@ impl SimDisk {
             bytes: Vec::new(),
             touched: Vec::new(),
             is_touched: vec![false; padded / BLOCK_BYTES as usize],
+            times: ChangeTimes::default(),
         }
+    }
+
+    /// When the contents changed last. After a power cut it may be earlier, if it was not durable.
+    pub(crate) fn changed_at(&self) -> u64 {
+        self.times.current
     }
 
     /// A device with the durable contents `bytes`, in which whole blocks of zeros are holes.
@@ -252,6 +267,8 @@ impl SimDisk {
     }
 
     fn push(&mut self, applied: AppliedWrite) -> u64 {
+        self.times.clock += 1;
+        self.times.current = self.times.clock;
         self.touch(ByteRange::new(applied.pos as u64, applied.len as u64));
         self.log.push(applied);
         self.first + self.log.len() as u64 - 1
@@ -273,6 +290,7 @@ impl SimDisk {
     /// them.
     pub(crate) fn flush(&mut self) {
         std::mem::take(&mut self.resized).into_iter().for_each(|it| self.settle_size(it));
+        self.times.safe = self.times.current;
         let last = self.log.iter().rposition(|applied| applied.reported || applied.durable);
         let count = last.map_or(0, |last| last + 1);
         for applied in self.log.iter().take(count).filter(|applied| !applied.lost) {
@@ -311,6 +329,10 @@ impl SimDisk {
     /// any order, or the unit becomes garbage, `rot` times in 65536. Returns the ranges of garbage.
     pub(crate) fn cut(&mut self, random: &mut Random, rot: u16) -> Vec<ByteRange> {
         self.cut_sizes(random);
+        // No number is drawn: seeds go on as they were.
+        let lost = self.times.clock % (self.times.current - self.times.safe + 1);
+        self.times.current -= lost;
+        self.times.safe = self.times.current;
         let mut parts = Vec::new();
         for (index, applied) in self.log.iter().enumerate().filter(|(_, applied)| !applied.lost) {
             let units = applied.pos / self.unit..(applied.pos + applied.len).div_ceil(self.unit);

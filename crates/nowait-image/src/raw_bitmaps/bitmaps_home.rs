@@ -1,0 +1,73 @@
+//! How the file with the bitmaps of a raw disk is reached: by its name, or in a simulation.
+//!
+//! Invariant: under its name there is a whole file or none, and no link is followed.
+
+use std::fmt::Debug;
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use rustix::fs::{Mode, OFlags};
+
+use crate::atomic_file::{AtomicFile, OverwritePolicy};
+use crate::error::ImageError;
+use crate::image_file::{ImageFile, Opening};
+
+/// Writes a new file.
+pub(crate) type Fill<'a> = &'a mut dyn FnMut(&ImageFile) -> Result<(), ImageError>;
+
+/// Where the file called `path` is.
+pub(crate) trait BitmapsHome: Debug + Send + Sync {
+    /// Whether there is something of that name.
+    fn is_there(&self, path: &Path) -> bool;
+
+    /// Opens the file.
+    ///
+    /// # Errors
+    /// A refusal of a link; the errno of a failed system call.
+    fn open(&self, path: &Path, opening: Opening) -> Result<ImageFile, ImageError>;
+
+    /// Gives the name to the file that `fill` writes, durably: a new one, or one in the place of that which is there.
+    ///
+    /// # Errors
+    /// That of `fill`; the file cannot be made. Then nothing has changed.
+    fn write(&self, path: &Path, replaces: bool, fill: Fill<'_>) -> Result<(), ImageError>;
+}
+
+/// A file of the file system.
+#[derive(Debug)]
+pub(crate) struct NamedFile;
+
+impl BitmapsHome for NamedFile {
+    fn is_there(&self, path: &Path) -> bool {
+        path.symlink_metadata().is_ok()
+    }
+
+    fn open(&self, path: &Path, opening: Opening) -> Result<ImageFile, ImageError> {
+        let parent = path.parent().unwrap_or(Path::new("/"));
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = rustix::fs::open(parent, flags, Mode::empty());
+        let directory = directory.map_err(|error| ImageError::os(path, "open", &error.into()))?;
+        let name = path.file_name().unwrap_or_default();
+        match ImageFile::open_in(directory.as_fd(), name, path, opening) {
+            Err(error) if error.errno() == libc::ELOOP => {
+                Err(ImageError::refused(path, "it is a symbolic link, and not followed"))
+            }
+            opened => opened,
+        }
+    }
+
+    fn write(&self, path: &Path, replaces: bool, fill: Fill<'_>) -> Result<(), ImageError> {
+        let refused = |why: String| ImageError::refused(path, why);
+        let policy = if replaces {
+            let found = std::fs::symlink_metadata(path);
+            let found = found.map_err(|error| ImageError::os(path, "look at it", &error))?;
+            OverwritePolicy::File { mode: found.mode() }
+        } else {
+            OverwritePolicy::Nothing
+        };
+        let file = AtomicFile::create(path, 0, policy).map_err(refused)?;
+        fill(file.file())?;
+        file.finish().map_err(refused)
+    }
+}

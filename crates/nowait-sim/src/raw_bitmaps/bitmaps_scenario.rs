@@ -1,0 +1,165 @@
+//! Derives a scenario from a seed: a raw disk, the file with its bitmaps, and each step of a run.
+//!
+//! Invariant: a step depends only on the seed and its own number.
+
+use nowait::sim::{Faults, Random, SimOptions};
+use nowait::{ByteRange, Config};
+
+/// Bytes of the disk, before some are cut off: several regions of a bitmap, which are small in a simulation.
+const DISK_BYTES: u64 = 160 << 10;
+
+/// The scenario of a seed.
+#[derive(Clone, Debug)]
+pub struct BitmapsScenario {
+    /// The seed.
+    pub seed: u64,
+    /// The disk.
+    pub disk: SimOptions,
+    /// The file with the bitmaps.
+    pub file: SimOptions,
+    /// Faults of the disk and of the file.
+    pub faults: [Faults; 2],
+    /// Bytes of the disk for each bit.
+    pub granularity: u64,
+    /// Which ranges of the disk are holes is cached.
+    pub cache_holes: bool,
+    /// The switches of the engine.
+    pub config: Config,
+    /// Workers.
+    pub workers: usize,
+    /// The most requests in flight.
+    pub depth: usize,
+}
+
+/// How the use of the disk ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// The power fails.
+    Cut,
+    /// The process is killed.
+    Kill,
+    /// The disk is closed in order, if neither of the others comes first.
+    Close,
+}
+
+/// One step of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BitmapsAction {
+    /// A range of the disk is written.
+    Write(ByteRange),
+    /// A range of the disk is zeroed.
+    Zero(ByteRange),
+    /// A range of the disk is discarded.
+    Discard(ByteRange),
+    /// The disk is flushed.
+    Flush,
+    /// A worker runs until it would block.
+    Work,
+    /// The engine takes what has completed.
+    Poll,
+    /// The use ends, and the disk is opened again.
+    Reopen(End),
+    /// The disk is closed, another program writes a range of it, and it is opened again.
+    Foreign(ByteRange),
+    /// The bitmap is cleared while the disk is closed.
+    Clear,
+    /// The bitmap is removed, or added again.
+    Remove,
+}
+
+impl BitmapsScenario {
+    /// The scenario of `seed`.
+    #[must_use]
+    pub fn of(seed: u64) -> Self {
+        let mut random = Random::part(seed, u64::MAX);
+        let scale = random.pick(&[0, 0, 1000, 4000]).unwrap_or(0);
+        let mut faults = || Faults {
+            errors: random.below(1 + scale / 4) as u16,
+            flush_errors: random.below(1 + scale) as u16,
+            ..Faults::default()
+        };
+        let faults = [faults(), faults()];
+        let cut = random.pick(&[0, 512, 1536]).unwrap_or(0);
+        let mut options = |bytes| SimOptions {
+            pauses: random.pick(&[8000, 30_000, u16::MAX]).unwrap_or(0),
+            punches: random.below(4) > 0,
+            zeroes: random.below(4) > 0,
+            nowait: random.below(4) > 0,
+            align: nowait::Alignment { memory: 512, offset: 512, read_offset: 512 },
+            ..SimOptions::able(bytes)
+        };
+        let (disk, file) = (options(DISK_BYTES - cut), options(0));
+        let config = Config::default();
+        Self {
+            seed,
+            disk,
+            file: SimOptions { grows: true, ..file },
+            faults,
+            granularity: random.pick(&[512, 4096, 16 << 10]).unwrap_or(4096),
+            cache_holes: random.below(2) == 0,
+            config: Config {
+                nowait_first: random.below(4) > 0,
+                simple: random.below(4) > 0,
+                merge: random.below(2) == 0,
+                ..config
+            },
+            workers: 1 + random.below(6) as usize,
+            depth: 1 + random.below(10) as usize,
+        }
+    }
+
+    /// Some bytes of the disk, whole sectors or not.
+    fn some_range(&self, random: &mut Random) -> ByteRange {
+        let unit = random.pick(&[1, 512, 512, 4096]).unwrap_or(512);
+        let size = self.disk.bytes;
+        let pos = random.below(size / unit) * unit;
+        let most = random.pick(&[600, 600, 4096, 48 << 10]).unwrap_or(600);
+        let len = (1 + random.below(most)).next_multiple_of(unit).min(size - pos);
+        ByteRange::new(pos, len)
+    }
+
+    /// Step number `n`, and random numbers for its further choices.
+    #[must_use]
+    pub fn step(&self, n: u64) -> (BitmapsAction, Random) {
+        let mut random = Random::part(self.seed, n);
+        let drawn = random.below(1000);
+        let range = self.some_range(&mut random);
+        let action = match drawn {
+            0..220 => BitmapsAction::Write(range),
+            220..240 => BitmapsAction::Zero(range),
+            240..260 => BitmapsAction::Discard(range),
+            260..300 => BitmapsAction::Flush,
+            300..650 => BitmapsAction::Work,
+            650..940 => BitmapsAction::Poll,
+            940..955 => BitmapsAction::Reopen(End::Cut),
+            955..965 => BitmapsAction::Reopen(End::Kill),
+            965..980 => BitmapsAction::Reopen(End::Close),
+            980..985 => BitmapsAction::Foreign(range),
+            985..995 => BitmapsAction::Clear,
+            _ => BitmapsAction::Remove,
+        };
+        (action, random)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_kind_of_step_happens_and_is_the_same_again() {
+        let mut kinds = std::collections::HashSet::new();
+        for seed in 0..20 {
+            let scenario = BitmapsScenario::of(seed);
+            for n in 0..1000 {
+                let (action, _) = scenario.step(n);
+                kinds.insert(std::mem::discriminant(&action));
+                assert_eq!(action, BitmapsScenario::of(seed).step(n).0);
+                if let BitmapsAction::Write(range) = action {
+                    assert!(range.len > 0 && range.end() <= scenario.disk.bytes, "{range:?}");
+                }
+            }
+        }
+        assert_eq!(kinds.len(), 10);
+    }
+}

@@ -1,0 +1,438 @@
+//! A raw disk with a bitmap that is written to, closed, killed and cut off, to which steps are applied.
+//!
+//! Invariant: whenever the disk is opened, each granule that is not as it was when the bitmap began is dirty, and after an
+//! end in order no other bit is set than those of then. The bitmap is never lost.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nowait::sim::{Faults, Random, SimDevice, SimQueue};
+use nowait::{
+    BlockDevice, BlockMap, BlockingFile, ByteRange, Direct, Error, Flags, Op, OpenOptions, Request,
+    SimStorage, SingleDisk, WorkerPool,
+};
+use nowait_image::bitmap_changes::NewBitmap;
+use nowait_image::{BitmapBits, SimRawDisk, SimRawImage};
+
+use crate::coroutines::Coroutines;
+use crate::model::Violation;
+use crate::raw_bitmaps::bitmaps_scenario::{BitmapsAction, BitmapsScenario, End};
+use crate::raw_bitmaps::recorded_bits::{RecordedBits, is_set};
+use crate::simulation::Counts;
+
+/// Steps within which all that is in flight has to end.
+const SETTLE_STEPS: usize = 100_000;
+/// The most steps of an end in order before it is cut off, if it is.
+const END_STEPS: u64 = 60;
+const NAME: &str = "changes";
+
+type Engine = SingleDisk<SimQueue, dyn BlockMap>;
+type Job = Box<dyn FnOnce() -> Result<(), String>>;
+
+/// What is known of the bitmap.
+#[derive(Clone, Default)]
+struct Known {
+    /// The disk when the bitmap began to record, unless it is removed.
+    base: Option<Vec<u8>>,
+    /// The bits on storage, where nothing but these is right.
+    exact: Option<Vec<u8>>,
+}
+
+/// A process that has the disk open.
+struct Running {
+    image: SimRawImage,
+    engine: Engine,
+    bits: Option<Arc<RecordedBits>>,
+}
+
+/// The simulation.
+pub struct BitmapsSimulation {
+    scenario: BitmapsScenario,
+    disk: Arc<SimDevice>,
+    file: Arc<SimDevice>,
+    /// Dropped before the threads, which end the simulation.
+    running: Option<Running>,
+    threads: Coroutines,
+    workers: WorkerPool,
+    known: Known,
+    counts: Counts,
+}
+
+fn wrong(error: impl std::fmt::Display) -> Violation {
+    Violation::new(error.to_string())
+}
+
+fn broken(error: Error) -> Violation {
+    Violation::new(format!("the engine itself fails: {error}"))
+}
+
+impl BitmapsSimulation {
+    /// The simulation of a scenario, with a bitmap on a disk of zeros.
+    ///
+    /// # Errors
+    /// The devices could not be opened.
+    pub fn new(scenario: BitmapsScenario) -> Result<Self, Violation> {
+        let mut simulation = Self {
+            disk: Arc::new(SimDevice::new(scenario.disk)),
+            file: Arc::new(SimDevice::new(scenario.file)),
+            running: None,
+            threads: Coroutines::new(scenario.workers),
+            workers: WorkerPool::simulated(),
+            known: Known::default(),
+            counts: Counts::default(),
+            scenario,
+        };
+        simulation.add()?;
+        simulation.open()?;
+        Ok(simulation)
+    }
+
+    /// The counters so far; a worker's step counts as an operation.
+    #[must_use]
+    pub const fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// The disk as one process sees it.
+    fn process(&self) -> SimRawDisk {
+        SimRawDisk::new(&self.disk, &self.file)
+    }
+
+    fn content(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.scenario.disk.bytes as usize];
+        self.disk.peek(0, 0, &mut bytes);
+        bytes
+    }
+
+    /// Adds the bitmap, without faults.
+    fn add(&mut self) -> Result<(), Violation> {
+        let granularity = self.scenario.granularity;
+        let new = NewBitmap { name: NAME.into(), granularity, enabled: true };
+        self.process().place().add(&new).map_err(wrong)?;
+        self.known = Known { base: Some(self.content()), exact: None };
+        Ok(())
+    }
+
+    /// Opens the disk, and checks the bitmap.
+    fn open(&mut self) -> Result<(), Violation> {
+        for device in [&self.disk, &self.file] {
+            device.set_faults(Faults::default());
+        }
+        let options = OpenOptions::new().cache_holes(self.scenario.cache_holes);
+        let image = self.process().open(options).map_err(wrong)?;
+        let bits = self.stored_bits(&image)?.map(Arc::new);
+        self.check(bits.as_deref())?;
+        if let (Some(bits), Some(store)) = (&bits, image.store()) {
+            let bits: Arc<dyn BitmapBits> = bits.clone();
+            store.attach(NAME, &bits);
+        }
+        let queue = SimQueue::new(self.disk.clone()).map_err(broken)?;
+        let device = image.device().clone();
+        let engine = SingleDisk::new(device, self.workers.clone(), queue, self.scenario.config);
+        let engine = engine.map_err(broken)?;
+        self.running = Some(Running { image, engine, bits });
+        self.disk.set_faults(self.scenario.faults[0]);
+        self.file.set_faults(self.scenario.faults[1]);
+        Ok(())
+    }
+
+    /// The page cache is dropped: what a failed flush has lost is not taken for what is stored.
+    fn drop_caches(&self) {
+        for device in [&self.disk, &self.file] {
+            device.drop_cache();
+        }
+    }
+
+    /// The bits of the bitmap of `image`, if it is there.
+    fn stored_bits(&self, image: &SimRawImage) -> Result<Option<RecordedBits>, Violation> {
+        let Some(store) = image.store() else { return Ok(None) };
+        let Some(bitmap) = store.bitmaps().into_iter().next() else { return Ok(None) };
+        let Some(stored) = store.stored_bits(NAME) else {
+            return Err(Violation::new(format!("C75: a bitmap is lost: {bitmap:?}")));
+        };
+        let (size, granularity) = (self.scenario.disk.bytes, self.scenario.granularity);
+        RecordedBits::read(stored, size, granularity).map(Some).map_err(wrong)
+    }
+
+    fn check(&mut self, bits: Option<&RecordedBits>) -> Result<(), Violation> {
+        let exact = self.known.exact.take();
+        let (Some(base), Some(bits)) = (&self.known.base, bits) else {
+            return match (&self.known.base, bits) {
+                (None, None) => Ok(()),
+                (base, _) => Err(Violation::new(match base {
+                    Some(_) => "C75: a bitmap is not there any more".to_owned(),
+                    None => "a bitmap is there again that was removed".to_owned(),
+                })),
+            };
+        };
+        let bits = bits.all();
+        let granularity = self.scenario.granularity as usize;
+        let now = self.content();
+        let granules = now.chunks(granularity).zip(base.chunks(granularity));
+        for ((now, before), granule) in granules.zip(0..) {
+            if now != before && !is_set(&bits, granule) {
+                let what = format!("C74, C93: granule {granule} has changed and is clean");
+                return Err(Violation::new(what));
+            }
+        }
+        match exact {
+            Some(exact) if exact != bits => {
+                Err(Violation::new("C93: an end in order has left other bits".to_owned()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Executes an action.
+    ///
+    /// # Errors
+    /// A violation of the contract.
+    pub fn step(&mut self, action: BitmapsAction, mut random: Random) -> Result<(), Violation> {
+        let random = &mut random;
+        for device in [&self.disk, &self.file] {
+            device.reseed(random.next());
+        }
+        match action {
+            BitmapsAction::Write(range) => self.change(Op::Write, range, random)?,
+            BitmapsAction::Zero(range) => self.change(Op::Zero, range, random)?,
+            BitmapsAction::Discard(range) => self.change(Op::Discard, range, random)?,
+            BitmapsAction::Flush => self.change(Op::Flush, ByteRange::new(0, 0), random)?,
+            BitmapsAction::Work => self.work(random)?,
+            BitmapsAction::Poll => self.poll()?,
+            BitmapsAction::Reopen(end) => {
+                self.end_process(end, random)?;
+                self.open()?;
+            }
+            BitmapsAction::Foreign(range) => {
+                if self.end_process(End::Close, random)? {
+                    self.write_elsewhere(range, random)?;
+                    self.known.exact = None;
+                }
+                self.open()?;
+            }
+            BitmapsAction::Clear => self.clear(random)?,
+            BitmapsAction::Remove => self.remove(random)?,
+        }
+        let violations = [&self.disk, &self.file].map(|device| device.take_violations());
+        violations.into_iter().flatten().next().map_or(Ok(()), |what| Err(Violation::new(what)))
+    }
+
+    /// A client of the disk changes it.
+    fn change(&mut self, op: Op, range: ByteRange, random: &mut Random) -> Result<(), Violation> {
+        let Some(Running { engine, bits, .. }) = &mut self.running else { return Ok(()) };
+        if engine.in_flight() >= self.scenario.depth {
+            return Ok(());
+        }
+        self.counts.requests += 1;
+        let io = Request { op, flags: Flags::NONE, range };
+        let submitted = if op == Op::Write {
+            let Some(mut buf) = engine.buffer(range) else { return Ok(()) };
+            buf.fill(random.next() as u8);
+            engine.submit(io, buf, 0).map_err(|rejected| rejected.error)
+        } else {
+            engine.submit_no_data(io, 0).map_err(|rejected| rejected.error)
+        };
+        match submitted {
+            Err(error) if error.errno() == libc::EAGAIN => return Ok(()),
+            Err(error) => return Err(Violation::new(format!("a request is refused: {error}"))),
+            Ok(()) => {}
+        }
+        if let Some(bits) = bits.as_ref().filter(|_| range.len > 0) {
+            bits.mark(range);
+        }
+        Ok(())
+    }
+
+    /// Takes what has completed; what an error has left behind, the content of the disk tells.
+    fn poll(&mut self) -> Result<(), Violation> {
+        let Some(Running { engine, .. }) = &mut self.running else { return Ok(()) };
+        engine.wait(Some(Duration::ZERO), &mut |_, _| {}).map_err(broken)?;
+        while engine.next().is_some() {}
+        Ok(())
+    }
+
+    /// Runs a worker, one that is paused or one with a new job.
+    fn work(&mut self, random: &mut Random) -> Result<(), Violation> {
+        self.counts.operations += 1;
+        let choices = self.threads.choices(&self.workers) as u64;
+        if choices == 0 {
+            return Ok(());
+        }
+        self.threads.run(random.below(choices) as usize, &self.workers).map_err(wrong)
+    }
+
+    /// Runs until nothing is in flight.
+    fn settle(&mut self, random: &mut Random) -> Result<(), Violation> {
+        for _ in 0..SETTLE_STEPS {
+            self.poll()?;
+            if self.running.as_ref().is_none_or(|running| running.engine.in_flight() == 0) {
+                return Ok(());
+            }
+            self.work(random)?;
+        }
+        Err(Violation::new("a request never completes".to_owned()))
+    }
+
+    /// The use of the disk ends. Returns whether it has ended in order.
+    fn end_process(&mut self, end: End, random: &mut Random) -> Result<bool, Violation> {
+        if end != End::Close {
+            self.die(end, random)?;
+            return Ok(false);
+        }
+        self.settle(random)?;
+        let Some(Running { image, engine, bits }) = self.running.take() else { return Ok(false) };
+        drop(engine);
+        let closed =
+            self.run_job(Box::new(|| image.close().map_err(|it| it.to_string())), random)?;
+        if closed == Some(Ok(())) {
+            self.known.exact = bits.map(|bits| bits.all());
+            if random.below(4) == 0 {
+                self.lose(End::Cut);
+                self.power_on();
+            }
+            return Ok(true);
+        }
+        Ok(false)
+    }
+
+    /// The process ends now.
+    fn die(&mut self, end: End, random: &mut Random) -> Result<(), Violation> {
+        self.lose(end);
+        self.settle(random)?;
+        self.running = None;
+        self.drop_caches();
+        self.power_on();
+        Ok(())
+    }
+
+    fn lose(&mut self, end: End) {
+        for device in [&self.disk, &self.file] {
+            if end == End::Cut {
+                let _ = device.cut_power();
+            } else {
+                device.kill();
+            }
+        }
+        self.counts.cuts += u64::from(end == End::Cut);
+    }
+
+    fn power_on(&self) {
+        for device in [&self.disk, &self.file] {
+            device.power_on();
+        }
+    }
+
+    /// Runs `job` as the only one, and sometimes ends the process in the middle of it; `None` then.
+    fn run_job(
+        &mut self,
+        job: Job,
+        random: &mut Random,
+    ) -> Result<Option<Result<(), String>>, Violation> {
+        let result = Rc::new(RefCell::new(None));
+        let told = result.clone();
+        self.threads.start(move || *told.borrow_mut() = Some(job())).map_err(wrong)?;
+        let mut left = if random.below(3) == 0 { random.below(END_STEPS) } else { u64::MAX };
+        let mut is_lost = false;
+        for _ in 0..SETTLE_STEPS {
+            if let Some(result) = result.take() {
+                if is_lost {
+                    self.power_on();
+                }
+                self.drop_caches();
+                return Ok(Some(result).filter(|_| !is_lost));
+            }
+            if left == 0 && !is_lost {
+                self.lose(if random.below(2) == 0 { End::Cut } else { End::Kill });
+                is_lost = true;
+            }
+            left -= u64::from(left > 0 && left < u64::MAX);
+            self.work(random)?;
+        }
+        Err(Violation::new("a change never ends".to_owned()))
+    }
+
+    /// Another program writes `range`, durably.
+    fn write_elsewhere(&self, range: ByteRange, random: &mut Random) -> Result<(), Violation> {
+        for device in [&self.disk, &self.file] {
+            device.set_faults(Faults::default());
+        }
+        let options = OpenOptions::new().direct(Direct::Off);
+        let storage = Arc::new(SimStorage::open(&self.disk, 0, options));
+        let device = Arc::new(BlockDevice::raw(storage, options).map_err(broken)?);
+        let file = BlockingFile::new(device);
+        let bytes = vec![random.next() as u8; range.len as usize];
+        file.write_at(&bytes, range.pos, Flags::NONE).map_err(broken)?;
+        file.flush().map_err(broken)
+    }
+
+    /// Clears the bitmap.
+    fn clear(&mut self, random: &mut Random) -> Result<(), Violation> {
+        let is_closed = self.end_process(End::Close, random)?;
+        if !is_closed || self.known.base.is_none() {
+            return self.open();
+        }
+        let (process, before) = (self.process(), self.known.clone());
+        let job: Job = Box::new(move || process.place().clear(NAME).map_err(|it| it.to_string()));
+        let cleared = self.run_job(job, random)?;
+        let (base, none) = (Some(self.content()), vec![0; self.bits_bytes()]);
+        if cleared == Some(Ok(())) {
+            self.known = Known { base, exact: Some(none) };
+            return self.open();
+        }
+        // It is cleared or not.
+        self.known = Known { exact: None, ..before.clone() };
+        let Err(not_before) = self.open() else { return Ok(()) };
+        self.die(End::Kill, random)?;
+        self.known = Known { base, exact: None };
+        self.open()?;
+        let bits = self.running.as_ref().and_then(|running| running.bits.as_ref());
+        if bits.is_some_and(|bits| bits.all() == none) { Ok(()) } else { Err(not_before) }
+    }
+
+    fn bits_bytes(&self) -> usize {
+        self.scenario.disk.bytes.div_ceil(self.scenario.granularity).div_ceil(8) as usize
+    }
+
+    /// Removes the bitmap, or adds it again.
+    fn remove(&mut self, random: &mut Random) -> Result<(), Violation> {
+        if !self.end_process(End::Close, random)? {
+            return self.open();
+        }
+        let process = self.process();
+        let is_there = self.known.base.is_some();
+        let granularity = self.scenario.granularity;
+        let new = NewBitmap { name: NAME.into(), granularity, enabled: true };
+        let job: Job = Box::new(move || {
+            let place = process.place();
+            let changed = if is_there { place.remove(NAME) } else { place.add(&new) };
+            changed.map_err(|error| error.to_string())
+        });
+        let done = self.run_job(job, random)?;
+        let content = self.content();
+        let after = Known { base: Some(content).filter(|_| !is_there), exact: None };
+        if done == Some(Ok(())) {
+            self.known = after;
+            return self.open();
+        }
+        // It is there or not.
+        self.known.exact = None;
+        if self.open().is_err() {
+            self.known = after;
+            return self.open();
+        }
+        Ok(())
+    }
+
+    /// Ends the run: the disk is closed and opened once more.
+    ///
+    /// # Errors
+    /// Like [`BitmapsSimulation::step`].
+    pub fn end(&mut self) -> Result<(), Violation> {
+        let mut random = Random::part(self.scenario.seed, u64::MAX - 1);
+        self.end_process(End::Close, &mut random)?;
+        self.open()?;
+        self.end_process(End::Cut, &mut random).map(drop)
+    }
+}
