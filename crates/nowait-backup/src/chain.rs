@@ -4,11 +4,11 @@
 //! one size, and all files that they name are there in their length.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 use std::sync::Arc;
 
 use nowait_copy::Error;
 
+use crate::chain_place::ChainPlace;
 use crate::directory::Directory;
 #[cfg(not(feature = "encryption"))]
 use crate::disabled::Keys;
@@ -16,6 +16,7 @@ use crate::disabled::Keys;
 use crate::encryption::Keys;
 use crate::manifest::{ENCRYPTED, Header, MAX_FILES, MAX_MANIFEST_BYTES, Manifest};
 use crate::place::{Access, FileName, Place};
+use crate::store_place::StorePlace;
 use crate::table::Table;
 
 /// A point as it is listed.
@@ -82,15 +83,26 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// Opens the chain in the directory `path`, encrypted by `keys` if there are any. With [`Access::Add`] the directory is made if
-    /// it is absent.
+    /// Opens the chain at `at`, encrypted by `keys` if there are any. With [`Access::Add`] a directory is made if it is absent.
     ///
     /// # Errors
-    /// There is no chain in the directory; another process uses it; it cannot be read.
-    pub fn open(path: &Path, access: Access, keys: Option<Keys>) -> Result<Self, Error> {
-        let name = path.display().to_string();
-        let place = Directory::open(path, access).map_err(|what| Error::at(&name, what))?;
-        let place: Arc<dyn Place> = Arc::new(place);
+    /// There is no chain there; another process uses it; it cannot be read.
+    pub fn open(
+        at: impl Into<ChainPlace>,
+        access: Access,
+        keys: Option<Keys>,
+    ) -> Result<Self, Error> {
+        let at = at.into();
+        let name = at.to_string();
+        let place: Result<Arc<dyn Place>, String> = match &at {
+            ChainPlace::Directory(path) => {
+                Directory::open(path, access).map(|place| Arc::new(place) as _)
+            }
+            ChainPlace::Store(url) => {
+                StorePlace::open(url, access).map(|place| Arc::new(place) as _)
+            }
+        };
+        let place = place.map_err(|what| Error::at(&name, what))?;
         let Some(keys) = keys else {
             let chain = Self::in_place(place, name)?;
             return match chain.points.values().find_map(|point| is_encrypted(point.as_ref().err()))

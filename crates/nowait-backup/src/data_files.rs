@@ -1,6 +1,6 @@
 //! The data files of a table, opened as they are needed.
 //!
-//! Invariant: no more than `MAX_OPEN` files are kept open.
+//! Invariant: no more files than the place allows are kept open.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,10 +8,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::block::unpack;
 use crate::manifest::{DataFile, Entry};
 use crate::place::{FileName, Place, StoredFile};
-
-/// The most data files that are kept open.
-/// Beyond it: they are closed, and opened again where they are needed.
-const MAX_OPEN: usize = 64;
 
 /// The files that have the blocks of a table.
 pub(crate) struct DataFiles {
@@ -30,7 +26,7 @@ impl DataFiles {
             return Ok(file.clone());
         }
         let file: Arc<dyn StoredFile> = self.place.open(FileName::Data(id))?.into();
-        if open.len() >= MAX_OPEN {
+        if open.len() >= self.place.max_open() {
             open.clear();
         }
         open.insert(id, file.clone());

@@ -7,12 +7,13 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use nowait_image::{AtomicFile, OverwritePolicy, os_message};
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
-use crate::place::{Access, FileName, NewFile, Place, StoredFile};
+use crate::place::{Access, FileName, NewFile, Place, Put, StoredFile};
 
 /// The file that marks a directory as that of a chain; who adds or removes points has it locked.
 const LOCK: &str = "nowait-backup.lock";
@@ -24,7 +25,7 @@ const BUFFER_BYTES: usize = 1 << 20;
 pub(crate) struct Directory {
     path: PathBuf,
     /// The directory itself, locked by who reads, and by who removes what is read.
-    directory: File,
+    directory: Arc<File>,
     /// Held locked by who adds or removes.
     _lock: Option<File>,
 }
@@ -44,7 +45,7 @@ impl Directory {
                 _ => {}
             }
         }
-        let directory = File::open(path).map_err(message)?;
+        let directory = Arc::new(File::open(path).map_err(message)?);
         let marked = fs::symlink_metadata(path.join(LOCK)).is_ok_and(|found| found.is_file());
         if !marked {
             let is_empty = fs::read_dir(path).map_err(message)?.next().is_none();
@@ -137,18 +138,19 @@ impl Place for Directory {
         }
     }
 
-    fn create(&self, name: FileName) -> Result<Box<dyn NewFile>, String> {
+    fn create(&self, name: FileName, _: u64) -> Result<Box<dyn NewFile>, String> {
         let path = self.path_of(name);
         let failed = |error: io::Error| format!("cannot make {name}: {}", os_message(&error));
         let file = File::create_new(&path).map_err(failed)?;
         let buffer = Vec::with_capacity(BUFFER_BYTES);
-        let directory = self.directory.try_clone().map_err(failed)?;
+        let (file, directory) = (Some(file), self.directory.clone());
         Ok(Box::new(Appended { file, name, path: Some(path), buffer, directory }))
     }
 
-    fn put(&self, name: FileName, bytes: &[u8]) -> Result<(), String> {
+    fn put(&self, name: FileName, bytes: &[u8], put: Put) -> Result<(), String> {
         let path = self.path_of(name);
         let replaces = match fs::symlink_metadata(&path) {
+            Ok(_) if put == Put::New => return Err(format!("there is {name} already")),
             Ok(found) => OverwritePolicy::File { mode: found.mode() },
             Err(_) => OverwritePolicy::Nothing,
         };
@@ -186,17 +188,22 @@ impl StoredFile for Opened {
 
 #[derive(Debug)]
 struct Appended {
-    file: File,
+    /// `None` when it is complete.
+    file: Option<File>,
     name: FileName,
     /// `None` when it stays.
     path: Option<PathBuf>,
     buffer: Vec<u8>,
-    directory: File,
+    directory: Arc<File>,
 }
 
 impl Appended {
+    fn file(&self) -> io::Result<&File> {
+        self.file.as_ref().ok_or_else(|| Errno::BADF.into())
+    }
+
     fn flush(&mut self) -> io::Result<()> {
-        self.file.write_all(&self.buffer)?;
+        self.file()?.write_all(&self.buffer)?;
         self.buffer.clear();
         Ok(())
     }
@@ -216,8 +223,9 @@ impl NewFile for Appended {
     }
 
     fn complete(&mut self) -> Result<(), String> {
-        let synced = self.flush().and_then(|()| self.file.sync_all());
+        let synced = self.flush().and_then(|()| self.file()?.sync_all());
         let synced = synced.and_then(|()| self.directory.sync_all());
+        (self.file, self.buffer) = (None, Vec::new());
         synced.map_err(|error| self.failed(&error))
     }
 

@@ -17,7 +17,7 @@ use nowait_copy::Error;
 use nowait_image::os_message;
 
 use crate::manifest::ENCRYPTED;
-use crate::place::{FileName, NewFile, Place, StoredFile};
+use crate::place::{FileName, NewFile, Place, Put, StoredFile};
 
 /// The most recipients of a chain.
 /// Beyond it: a command that gives more is refused.
@@ -25,6 +25,9 @@ const MAX_RECIPIENTS: usize = 100;
 /// The most bytes of the header of an encrypted file.
 /// Beyond it: the file is damaged.
 const MAX_KEY_HEADER_BYTES: usize = 64 << 10;
+/// An encrypted file has chunks of so many bytes of content, and so many more of its own.
+const CHUNK_BYTES: u64 = 64 << 10;
+const TAG_BYTES: u64 = 16;
 /// The most bytes of a file with identities.
 /// Beyond it: the file is refused.
 const MAX_IDENTITY_BYTES: u64 = 1 << 20;
@@ -145,24 +148,30 @@ impl Place for EncryptedPlace {
         Ok(Box::new(Decrypted { stream: Mutex::new(stream), len }))
     }
 
-    fn create(&self, name: FileName) -> Result<Box<dyn NewFile>, String> {
-        let output = Output(self.inner.create(name)?);
+    fn create(&self, name: FileName, most: u64) -> Result<Box<dyn NewFile>, String> {
+        let tags = most / CHUNK_BYTES * TAG_BYTES;
+        let most = most.saturating_add(tags + MAX_KEY_HEADER_BYTES as u64);
+        let output = Output(self.inner.create(name, most)?);
         let stream = self.encryptor()?.wrap_output(output).map_err(|error| error.to_string())?;
         Ok(Box::new(Encrypted::Open(stream)))
     }
 
-    fn put(&self, name: FileName, bytes: &[u8]) -> Result<(), String> {
+    fn put(&self, name: FileName, bytes: &[u8], put: Put) -> Result<(), String> {
         let encrypt = || -> io::Result<Vec<u8>> {
             let encryptor = self.encryptor().map_err(io::Error::other)?;
             let mut stream = encryptor.wrap_output(Vec::new())?;
             stream.write_all(bytes)?;
             stream.finish()
         };
-        self.inner.put(name, &encrypt().map_err(|error| error.to_string())?)
+        self.inner.put(name, &encrypt().map_err(|error| error.to_string())?, put)
     }
 
     fn remove(&self, name: FileName) -> Result<(), String> {
         self.inner.remove(name)
+    }
+
+    fn max_open(&self) -> usize {
+        self.inner.max_open()
     }
 
     fn encrypts_for(&self) -> Vec<String> {

@@ -11,7 +11,7 @@ use nowait_copy::SourceDisk;
 use crate::block::{MIN_BLOCK_BYTES, compressor, sum_of};
 use crate::chain::Chain;
 use crate::manifest::{DataFile, Entry, Header, Manifest};
-use crate::place::{FileName, NewFile, Place, StoredFile};
+use crate::place::{FileName, NewFile, Place, Put, StoredFile};
 use crate::point_disk::PointDisk;
 use crate::prune::{Keep, prune};
 use crate::verify::{PointHealth, verify};
@@ -38,11 +38,11 @@ impl Place for Memory {
         Ok(Box::new(Bytes(bytes)))
     }
 
-    fn create(&self, name: FileName) -> Result<Box<dyn NewFile>, String> {
+    fn create(&self, name: FileName, _: u64) -> Result<Box<dyn NewFile>, String> {
         Ok(Box::new(Appended { files: self.0.clone(), name, bytes: Vec::new() }))
     }
 
-    fn put(&self, name: FileName, bytes: &[u8]) -> Result<(), String> {
+    fn put(&self, name: FileName, bytes: &[u8], _: Put) -> Result<(), String> {
         lock(&self.0).insert(name, bytes.to_vec());
         Ok(())
     }

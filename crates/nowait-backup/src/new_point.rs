@@ -1,7 +1,7 @@
-//! A new point: blocks are compressed and appended to a data file, the manifest comes last.
+//! A new point: blocks are compressed and appended to data files, the manifest comes last.
 //!
 //! Invariant: there is a point when its manifest is there, and that is put when all that it names is durable. Of a
-//! point that is not finished the data file is removed.
+//! point that is not finished the data files are removed.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -13,8 +13,9 @@ use nowait_image::ClusterCompressor;
 
 use crate::block::{block_bytes_of, compressor, sum_of};
 use crate::chain::{Chain, PointInfo};
-use crate::manifest::{DataFile, Entry, Header, Manifest};
-use crate::place::{FileName, NewFile};
+use crate::data_writer::{DataWriter, file_bytes_of};
+use crate::manifest::{Entry, Header, Manifest};
+use crate::place::{FileName, Put};
 use crate::table::Table;
 
 /// The blocks that a new point has.
@@ -45,18 +46,12 @@ pub struct NewPoint {
 
 #[derive(Default)]
 struct State {
-    /// The data file, when there is a block.
-    data: Option<Data>,
+    /// The data files, when it has begun.
+    data: Option<DataWriter>,
     entries: Vec<Entry>,
     /// A bit for each block that was written or made zero.
     seen: Vec<u64>,
     made: Option<PointInfo>,
-}
-
-struct Data {
-    id: u64,
-    file: Box<dyn NewFile>,
-    bytes: u64,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -101,7 +96,7 @@ impl NewPoint {
         }))
     }
 
-    /// The directory of its chain, for errors.
+    /// The place of its chain, for errors.
     #[must_use]
     pub fn name(&self) -> String {
         self.chain.name.clone()
@@ -141,10 +136,11 @@ impl NewPoint {
             .ok_or("no memory for the compression")?;
         let stored = compressor.compress(bytes).unwrap_or(bytes);
         let mut state = lock(&self.state);
-        let place = state.append(&self.chain, stored)?;
+        let data = state.data.as_mut().ok_or("it has ended")?;
+        let (file, position) = data.append(stored)?;
         state.see(block);
         let len = stored.len() as u32;
-        state.entries.push(Entry { sum, position: place, block, file: 0, len });
+        state.entries.push(Entry { sum, position, block, file, len });
         drop(state);
         lock(&self.compressors).push(compressor);
         Ok(())
@@ -175,29 +171,6 @@ impl State {
 
     fn has_seen(&self, block: u32) -> bool {
         self.seen.get(block as usize / 64).is_some_and(|word| word >> (block % 64) & 1 == 1)
-    }
-
-    /// Appends `stored` to the data file. Returns its position.
-    fn append(&mut self, chain: &Chain, stored: &[u8]) -> Result<u64, String> {
-        let data = match &mut self.data {
-            Some(data) => data,
-            none => none.insert(Data::create(chain)?),
-        };
-        data.append(stored)
-    }
-}
-
-impl Data {
-    fn create(chain: &Chain) -> Result<Self, String> {
-        let id = fastrand::u64(..);
-        Ok(Self { id, file: chain.place.create(FileName::Data(id))?, bytes: 0 })
-    }
-
-    fn append(&mut self, stored: &[u8]) -> Result<u64, String> {
-        self.file.append(stored)?;
-        let position = self.bytes;
-        self.bytes += stored.len() as u64;
-        Ok(position)
     }
 }
 
@@ -234,7 +207,10 @@ impl TargetDisk for NewPoint {
             files: Vec::new(),
         };
         let words = header.blocks().div_ceil(64) as usize;
-        lock(&self.state).seen = vec![0; words];
+        let mut state = lock(&self.state);
+        state.seen = vec![0; words];
+        state.data = Some(DataWriter::new(self.chain.place.clone(), file_bytes_of(size)));
+        drop(state);
         self.started.set(header).map_err(|_| "it has begun already")?;
         Ok(block_bytes)
     }
@@ -270,17 +246,16 @@ impl TargetDisk for NewPoint {
         }
         entries.sort_unstable_by_key(|entry| entry.block);
         if let Some(data) = &mut state.data {
-            data.file.complete()?;
-            header.files = vec![DataFile { id: data.id, bytes: data.bytes }];
+            header.files = data.complete()?.to_vec();
         }
         let manifest = Manifest { header, entries };
         let name = FileName::Point(self.number);
-        let put = self.chain.place.put(name, &manifest.encode()?);
+        let put = self.chain.place.put(name, &manifest.encode()?, Put::New);
         // A manifest that has its name, but is maybe not durable, needs its data, too.
         if (put.is_ok() || self.chain.place.open(name).is_ok())
             && let Some(data) = state.data.take()
         {
-            data.file.keep();
+            data.keep();
         }
         put?;
         state.made = Some(PointInfo::of(&manifest));

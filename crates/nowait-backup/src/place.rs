@@ -17,6 +17,17 @@ pub enum Access {
     Remove,
 }
 
+/// Whether a file that is put takes the place of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Put {
+    New,
+    Replaces,
+}
+
+/// The most data files that are kept open.
+/// Beyond it: they are closed, and opened again where they are needed.
+const MAX_OPEN: usize = 64;
+
 /// A place for the files of a chain. Errors are messages of one line, which do not name the place.
 pub(crate) trait Place: Send + Sync + fmt::Debug {
     /// The files of the chain, with their lengths in bytes.
@@ -25,14 +36,19 @@ pub(crate) trait Place: Send + Sync + fmt::Debug {
     /// Opens a file to read.
     fn open(&self, name: FileName) -> Result<Box<dyn StoredFile>, String>;
 
-    /// Begins a file that is appended to.
-    fn create(&self, name: FileName) -> Result<Box<dyn NewFile>, String>;
+    /// Begins a file that is appended to, of `most` bytes at most.
+    fn create(&self, name: FileName, most: u64) -> Result<Box<dyn NewFile>, String>;
 
-    /// Makes a file of these bytes, or replaces it, as one step that is durable.
-    fn put(&self, name: FileName, bytes: &[u8]) -> Result<(), String>;
+    /// Makes a file of these bytes as one step that is durable. One that is there is replaced only by [`Put::Replaces`].
+    fn put(&self, name: FileName, bytes: &[u8], put: Put) -> Result<(), String>;
 
     /// Removes a file.
     fn remove(&self, name: FileName) -> Result<(), String>;
+
+    /// The most files that are kept open by who reads.
+    fn max_open(&self) -> usize {
+        MAX_OPEN
+    }
 
     /// The recipients that files are encrypted for; none where they are not encrypted.
     fn encrypts_for(&self) -> Vec<String> {

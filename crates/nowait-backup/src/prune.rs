@@ -10,15 +10,16 @@ use nowait_copy::Error;
 
 use crate::chain::Chain;
 use crate::data_files::DataFiles;
-use crate::manifest::{DataFile, Header, Manifest};
-use crate::place::{FileName, NewFile};
+use crate::data_writer::{DataWriter, file_bytes_of};
+use crate::manifest::{Header, Manifest};
+use crate::place::{FileName, Put};
 use crate::table::Table;
 
 const SECONDS_PER_DAY: u64 = 24 * 60 * 60;
 const DAYS_PER_WEEK: u64 = 7;
 /// Days from the Monday before 1970 to its first day, a Thursday.
 const FIRST_WEEKDAY: u64 = 3;
-/// Files of a point that stays as they are; with more, the smaller ones are joined.
+/// Files of a point that stay as they are; with more, the smaller ones that are not half full are joined.
 const FILES_PER_POINT: usize = 64;
 
 /// The points that stay; one that any of the rules keeps, and always the last.
@@ -142,15 +143,15 @@ fn replace(
         table = table.without_zeros();
     }
     table.drop_unused_files();
-    let joined = join(chain, &mut table, cancel)?;
+    let joined = join(chain, &mut table, file_bytes_of(header.size), cancel)?;
     table.drop_unused_files();
     header.files = table.files;
     let (name, manifest) =
         (FileName::Point(header.number), Manifest { header, entries: table.entries });
     // A manifest that could not be read would take a point away.
-    let put = manifest
-        .encode()
-        .and_then(|bytes| Manifest::decode(&bytes).and_then(|_| chain.place.put(name, &bytes)));
+    let put = manifest.encode().and_then(|bytes| {
+        Manifest::decode(&bytes).and_then(|_| chain.place.put(name, &bytes, Put::Replaces))
+    });
     // A failed replacement may have taken place; the next run removes what no manifest names.
     if let Some(file) = joined {
         file.keep();
@@ -158,12 +159,13 @@ fn replace(
     put.map_err(|what| chain.error(what))
 }
 
-/// Moves the blocks of files that are used by less than a half, or are too many, into a new file.
+/// Moves the blocks of files that are used by less than a half, or are too many, into new files of `file_bytes`.
 fn join(
     chain: &Chain,
     table: &mut Table,
+    file_bytes: u64,
     cancel: &AtomicBool,
-) -> Result<Option<Box<dyn NewFile>>, Error> {
+) -> Result<Option<DataWriter>, Error> {
     let failed = |what: String| chain.error(what);
     let used = table.used();
     let mut by_use: Vec<(u64, usize)> = used.iter().copied().zip(0..).collect();
@@ -172,15 +174,16 @@ fn join(
         by_use.iter().take(FILES_PER_POINT).map(|(_, index)| *index).collect();
     let moves: Vec<bool> = (0..)
         .zip(table.files.iter().zip(&used))
-        .map(|(index, (file, used))| used * 2 < file.bytes || !large.contains(&index))
+        .map(|(index, (file, used))| {
+            let is_small = used * 2 < file_bytes && !large.contains(&index);
+            used * 2 < file.bytes || is_small
+        })
         .collect();
     if !moves.contains(&true) {
         return Ok(None);
     }
-    let id = fastrand::u64(..);
-    let mut file = chain.place.create(FileName::Data(id)).map_err(failed)?;
+    let mut writer = DataWriter::new(chain.place.clone(), file_bytes);
     let (new, files) = (table.files.len() as u32, DataFiles::new(chain.place.clone()));
-    let mut bytes = 0;
     for entry in table.entries.iter_mut().filter(|entry| !entry.is_zero()) {
         if !moves.get(entry.file as usize).is_some_and(|moves| *moves) {
             continue;
@@ -190,13 +193,11 @@ fn join(
         }
         // Its checksum goes with it: a damaged block is found as one when it is read.
         let stored = files.stored(&table.files, entry).map_err(failed)?;
-        file.append(&stored).map_err(failed)?;
-        (entry.file, entry.position) = (new, bytes);
-        bytes += u64::from(entry.len);
+        let (file, position) = writer.append(&stored).map_err(failed)?;
+        (entry.file, entry.position) = (new + file, position);
     }
-    file.complete().map_err(failed)?;
-    table.files.push(DataFile { id, bytes });
-    Ok(Some(file))
+    table.files.extend_from_slice(writer.complete().map_err(failed)?);
+    Ok(Some(writer))
 }
 
 /// Bytes of all files of the chain.

@@ -13,7 +13,7 @@ use nowait_testkit::Random;
 
 use crate::block::MIN_BLOCK_BYTES;
 use crate::directory::Directory;
-use crate::place::{FileName, NewFile, Place, StoredFile};
+use crate::place::{FileName, NewFile, Place, Put, StoredFile};
 use crate::{Access, Chain, Contents, Keep, NewPoint, PointDisk, prune, verify};
 
 const BLOCK: usize = MIN_BLOCK_BYTES as usize;
@@ -43,15 +43,15 @@ impl Place for MortalPlace {
         self.directory.open(name)
     }
 
-    fn create(&self, name: FileName) -> Result<Box<dyn NewFile>, String> {
+    fn create(&self, name: FileName, most: u64) -> Result<Box<dyn NewFile>, String> {
         step(&self.left)?;
-        let file = Some(self.directory.create(name)?);
+        let file = Some(self.directory.create(name, most)?);
         Ok(Box::new(MortalFile { file, left: self.left.clone() }))
     }
 
-    fn put(&self, name: FileName, bytes: &[u8]) -> Result<(), String> {
+    fn put(&self, name: FileName, bytes: &[u8], put: Put) -> Result<(), String> {
         step(&self.left)?;
-        self.directory.put(name, bytes)
+        self.directory.put(name, bytes, put)
     }
 
     fn remove(&self, name: FileName) -> Result<(), String> {
@@ -363,7 +363,7 @@ fn a_point_on_one_of_another_disk_is_unusable_and_is_not_pruned() {
     let chain = Chain::open(path, Access::Add, None).unwrap();
     let mut manifest = chain.manifest(2).unwrap();
     manifest.header.size -= 1;
-    chain.place.put(FileName::Point(2), &manifest.encode().unwrap()).unwrap();
+    chain.place.put(FileName::Point(2), &manifest.encode().unwrap(), Put::Replaces).unwrap();
     drop(chain);
     let chain = Chain::open(path, Access::List, None).unwrap();
     let health = verify(&chain, None, &no_cancel(), &mut |_, _| {}).unwrap();
@@ -409,7 +409,7 @@ fn points_are_kept_by_number_by_day_and_by_week() {
             let mut manifest = chain.manifest(number.into()).unwrap();
             manifest.header.seconds = (20_003 * 24 + hours) * 3600;
             let bytes = manifest.encode().unwrap();
-            chain.place.put(FileName::Point(number.into()), &bytes).unwrap();
+            chain.place.put(FileName::Point(number.into()), &bytes, Put::Replaces).unwrap();
         }
         let chain = Chain::open(path, Access::Remove, None).unwrap();
         let times = chain.points();

@@ -44,10 +44,11 @@ pub use object::DISABLED as OBJECT_STORES_DISABLED;
 #[cfg(feature = "fuzz")]
 pub use object::fuzz;
 pub use object::{
-    BLOCK_MEMORY, BootRecord, CacheOptions, MIN_BLOCK_MEMORY, MIN_CACHE_BYTES, ObjectOptions,
-    ObjectStorage, ObjectUpload, ObjectUrl, UploadOptions, block_memory, credential_command,
-    credential_program, limit_block_memory, redirect_ports, run_credential_process,
-    run_credential_processes_by, run_only_credential_process,
+    BLOCK_MEMORY, BootRecord, CacheOptions, Condition, FoundVersion, MIN_BLOCK_MEMORY,
+    MIN_CACHE_BYTES, ObjectFolder, ObjectOptions, ObjectStorage, ObjectUpload, ObjectUrl,
+    StoredObject, UploadOptions, block_memory, credential_command, credential_program,
+    limit_block_memory, redirect_ports, run_credential_process, run_credential_processes_by,
+    run_only_credential_process,
 };
 pub use open::{RemoteOptions, open, open_backings, open_storage};
 pub use policy::{

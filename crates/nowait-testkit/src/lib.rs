@@ -30,6 +30,8 @@ pub mod signer;
 #[cfg(feature = "web")]
 pub mod multipart_upload;
 #[cfg(feature = "web")]
+pub mod bucket;
+#[cfg(feature = "web")]
 pub mod web_proxy;
 #[cfg(feature = "web")]
 pub mod web_script;

@@ -25,6 +25,12 @@ pub enum Call {
     Complete,
     /// Drops the parts.
     Abort,
+    /// In a bucket: lists objects.
+    List,
+    /// In a bucket: puts an object.
+    Put,
+    /// In a bucket: deletes an object.
+    Delete,
 }
 
 impl Call {
@@ -39,8 +45,16 @@ impl Call {
             "DELETE" if has("uploadId") => Some(Self::Abort),
             "PUT" if has("blockid") => Some(Self::Part),
             "PUT" if query == "comp=blocklist" => Some(Self::Complete),
+            "GET" if has("list-type") => Some(Self::List),
+            "PUT" => Some(Self::Put),
+            "DELETE" => Some(Self::Delete),
             _ => None,
         }
+    }
+
+    /// Whether it is one of an upload.
+    pub(crate) const fn is_of_upload(self) -> bool {
+        matches!(self, Self::Begin | Self::Part | Self::Complete | Self::Abort)
     }
 }
 

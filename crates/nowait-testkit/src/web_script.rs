@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::bucket::{Bucket, Found};
 use crate::multipart_upload::{Call, Outcome, Uploads};
 use crate::signer::Signer;
 use crate::web_request::Request;
@@ -86,6 +87,8 @@ pub struct Script {
     pub always: Option<Lie>,
     /// The object does not exist until an upload is complete.
     pub is_absent: bool,
+    /// All objects, in place of the one with `path`.
+    pub bucket: Option<Bucket>,
     /// The uploads.
     pub uploads: Uploads,
     /// Wrong answers to the next requests of these kinds, each once, before `lies`.
@@ -134,12 +137,16 @@ pub(crate) fn answer_of(
 
 /// The status, headers and body of the answer to a request of an upload.
 fn upload(request: &Request, script: &mut Script) -> Option<(u16, String, String)> {
-    let call = Call::of(request).filter(|_| request.plain_path() == script.path)?;
+    let call = Call::of(request).filter(|call| call.is_of_upload())?;
+    if script.bucket.is_none() && request.plain_path() != script.path {
+        return None;
+    }
+    let is_absent = script.bucket.as_ref().map_or(script.is_absent, |it| !it.has(request));
     let is_conditional = request.header("if-none-match").is_some();
     if script.uploads.knows_no_conditions && is_conditional {
         return Some((501, String::new(), "<Error><Code>NotImplemented</Code></Error>".into()));
     }
-    if call == Call::Complete && !script.is_absent && is_conditional {
+    if call == Call::Complete && !is_absent && is_conditional {
         let body = "<Error><Code>PreconditionFailed</Code></Error>";
         return Some((412, String::new(), body.into()));
     }
@@ -150,6 +157,10 @@ fn upload(request: &Request, script: &mut Script) -> Option<(u16, String, String
             let result = "CompleteMultipartUploadResult";
             let body = format!("<{result}><ETag>{tag}</ETag></{result}>");
             let header = format!("etag: {tag}\r\n");
+            if let Some(bucket) = &mut script.bucket {
+                bucket.insert(request, tag, object);
+                return Some((200, header, body));
+            }
             (script.object, script.tag, script.is_absent) = (object, tag, false);
             (200, header, body)
         }
@@ -176,6 +187,15 @@ fn answer(request: &Request, script: &mut Script, lie: Option<&Lie>) -> Vec<u8> 
     if let Some((number, more, body)) = upload(request, script) {
         return status(number, &more, &body);
     }
+    if let Some(bucket) = &mut script.bucket {
+        return match bucket.answer(request, script.uploads.knows_no_conditions) {
+            Found::Status(number, more, body) => status(number, &more, &body),
+            Found::Object(object) => {
+                let (tag, date) = (object.tag.clone(), object.date());
+                object_answer(request, (&tag, &date, object.bytes.clone()), String::new(), lie)
+            }
+        };
+    }
     let (path, query) = request.path.split_once('?').unwrap_or((&request.path, ""));
     let query = if script.ignores_queries { "" } else { query };
     let version = script.versions.iter().find(|(name, _)| name == query);
@@ -191,15 +211,26 @@ fn answer(request: &Request, script: &mut Script, lie: Option<&Lie>) -> Vec<u8> 
             let _ = write!(more, "{header}: {id}\r\n");
         }
     }
+    object_answer(request, (tag, &script.date, object), more, lie)
+}
+
+/// The answer to a request for an object with this tag, date and content.
+fn object_answer(
+    request: &Request,
+    (mut tag, date, mut object): (&str, &str, Vec<u8>),
+    mut more: String,
+    lie: Option<&Lie>,
+) -> Vec<u8> {
+    let status = |number, more: &str, body: &str| plain(request, number, more, body);
     if let Some(Lie::Other(byte, other)) = lie {
         object.fill(*byte);
         tag = other;
     } else if request.header("if-match").is_some_and(|wanted| wanted != tag)
-        || request.header("if-unmodified-since").is_some_and(|wanted| wanted != script.date)
+        || request.header("if-unmodified-since").is_some_and(|wanted| wanted != date)
     {
         return status(412, "", "");
     }
-    for (name, value) in [("etag", tag), ("last-modified", &script.date)] {
+    for (name, value) in [("etag", tag), ("last-modified", date)] {
         if !value.is_empty() {
             let _ = write!(more, "{name}: {value}\r\n");
         }

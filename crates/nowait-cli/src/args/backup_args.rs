@@ -3,11 +3,11 @@
 //! Invariant: parsed values are in range.
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, Subcommand};
-use nowait_backup::{Contents, Keep};
+use nowait_backup::{ChainPlace, Contents, Keep};
 use nowait_copy::Location;
 use nowait_image::Format;
 
@@ -18,8 +18,9 @@ use nowait_daemon::config::start_bitmap::parse_name;
 /// Add a point to a chain of backups of a disk, or list, verify and prune the points of a chain
 ///
 /// DISK is all that 'nowait copy' can read: an image, a block device, an NBD export of any server, an object. DIR is a
-/// directory with one chain of one disk; it is made if it is absent. A directory with other files is refused. A DISK
-/// with the name of a command, as list, is ./list.
+/// directory with one chain of one disk; it is made if it is absent. A directory with other files is refused. It may also
+/// be a folder of an object store: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or az://CONTAINER/FOLDER, with the credentials of
+/// the environment, as 'nowait copy' takes them. A DISK with the name of a command, as list, is ./list.
 ///
 /// The first point is whole. A later one has the blocks (64 KiB; larger for disks of more than 512 GiB) that differ from
 /// the point before: with --bitmap only what has changed is read, without it all of DISK is read and compared by
@@ -58,9 +59,10 @@ pub(crate) struct NewPointArgs {
     #[arg(value_parser = OsStringValueParser::new().try_map(|text| Location::parse(&text)))]
     pub(crate) disk: Option<Location>,
 
-    /// The directory of the chain
+    /// The directory of the chain, or its folder in an object store
     #[arg(value_name = "DIR", value_hint = clap::ValueHint::DirPath, required = true)]
-    pub(crate) directory: Option<PathBuf>,
+    #[arg(value_parser = OsStringValueParser::new().try_map(|text| ChainPlace::parse(&text)))]
+    pub(crate) directory: Option<ChainPlace>,
 
     /// Read only what the dirty bitmap NAME of DISK, an NBD export, says has changed since the last point
     ///
@@ -129,9 +131,10 @@ impl NewPointArgs {
 pub(crate) enum ChainAction {
     /// List the points of a chain
     List {
-        /// The directory of the chain
+        /// The directory of the chain, or its folder in an object store
         #[arg(value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
-        directory: PathBuf,
+        #[arg(value_parser = OsStringValueParser::new().try_map(|text| ChainPlace::parse(&text)))]
+        directory: ChainPlace,
         #[command(flatten)]
         keys: IdentityArgs,
         /// Print one JSON object, for scripts
@@ -143,9 +146,10 @@ pub(crate) enum ChainAction {
     /// Each damaged range is printed with the point that has it, for each point that it makes unusable. Exit status 1 says
     /// that there is one.
     Verify {
-        /// The directory of the chain
+        /// The directory of the chain, or its folder in an object store
         #[arg(value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
-        directory: PathBuf,
+        #[arg(value_parser = OsStringValueParser::new().try_map(|text| ChainPlace::parse(&text)))]
+        directory: ChainPlace,
         /// The number of a point; all points without it
         point: Option<u32>,
         #[command(flatten)]
@@ -162,9 +166,10 @@ pub(crate) enum ChainAction {
     /// A point stays if any of the options keeps it. What it needs of points that go becomes its own. When a prune is
     /// killed, at any step, every point that stays can be restored, and the next one goes on.
     Prune {
-        /// The directory of the chain
+        /// The directory of the chain, or its folder in an object store
         #[arg(value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
-        directory: PathBuf,
+        #[arg(value_parser = OsStringValueParser::new().try_map(|text| ChainPlace::parse(&text)))]
+        directory: ChainPlace,
         #[command(flatten)]
         keep: KeepArgs,
         #[command(flatten)]
@@ -209,9 +214,10 @@ impl KeepArgs {
 #[derive(Debug, Args)]
 #[command(after_help = RESTORE_AFTER_HELP)]
 pub(crate) struct RestoreArgs {
-    /// The directory of the chain, and the number of a point; the last one without it
+    /// The directory of the chain, or its folder in an object store, and the number of a point; the last one without it
     #[arg(value_name = "DIR[@POINT]", value_hint = clap::ValueHint::DirPath)]
-    pub(crate) from: OsString,
+    #[arg(value_parser = OsStringValueParser::new().try_map(parse_point))]
+    pub(crate) from: (ChainPlace, Option<u32>),
 
     /// Where to restore it to
     #[arg(value_hint = clap::ValueHint::FilePath)]
@@ -263,20 +269,21 @@ impl BackupArgs {
 }
 
 impl RestoreArgs {
-    /// The directory, and the point if one is given. A directory may have a name like that of a point.
-    pub(crate) fn point(&self) -> (PathBuf, Option<u32>) {
-        let whole = PathBuf::from(&self.from);
-        let parts = self.from.to_str().and_then(|text| text.rsplit_once('@'));
-        match parts.and_then(|(directory, number)| Some((directory, number.parse().ok()?))) {
-            Some((directory, number)) if !whole.is_dir() => (directory.into(), Some(number)),
-            _ => (whole, None),
-        }
-    }
-
     /// The format of TO, and whether it was given.
     pub(crate) fn format(&self) -> (Format, bool) {
         let by_name = || self.to.path().map_or(Format::Raw, format_of_new);
         (self.to_format.unwrap_or_else(by_name), self.to_format.is_some())
+    }
+}
+
+/// The place of a chain, and the point if one is given. A directory may have a name like that of a point.
+fn parse_point(text: OsString) -> Result<(ChainPlace, Option<u32>), String> {
+    let parts = text.to_str().and_then(|text| text.rsplit_once('@'));
+    match parts.and_then(|(place, number)| Some((place, number.parse().ok()?))) {
+        Some((place, number)) if !Path::new(&text).is_dir() => {
+            Ok((ChainPlace::parse(place.as_ref())?, Some(number)))
+        }
+        _ => Ok((ChainPlace::parse(&text)?, None)),
     }
 }
 
@@ -295,8 +302,12 @@ Examples:
     nowait backup verify /srv/backups/vm
     nowait backup prune /srv/backups/vm --keep-daily 7 --keep-weekly 4
 
+  The same in an object store:
+    nowait backup disk.img s3://backups/disk
+    nowait backup verify s3://backups/disk
+
 JSON keys:
-  of a new point: disk, directory, point, parent (null for a whole one), time, size_bytes, data_bytes (of its
+  of a new point: disk, directory (as it was given), point, parent (null for a whole one), time, size_bytes, data_bytes (of its
   blocks), stored_bytes (as they are stored), bitmap, seconds
   of list: points, an array of the same keys from point to bitmap; of one that is damaged: point, damaged (why)
   of verify: sound (true or false), points, an array of objects with point, sound, unusable (why nothing can be
@@ -313,6 +324,7 @@ Examples:
   nowait restore /srv/backups/disk disk.img              # the last point
   nowait restore /srv/backups/disk@3 disk.qcow2          # an earlier one, of 'nowait backup list'
   nowait restore /srv/backups/disk /dev/vdb --force --verify
+  nowait restore s3://backups/disk@3 disk.img
 
 JSON keys:
   from, to, to_format, size_bytes, data_bytes, zero_bytes, seconds, verified (true or false)

@@ -215,7 +215,7 @@ fn a_backup_has_a_disk_and_a_directory_or_an_action_on_a_chain() {
     };
     let new = backup("nowait backup disk.img list --json");
     assert!(new.action.is_none() && new.new.disk.is_some());
-    assert_eq!(new.new.directory, Some(PathBuf::from("list")));
+    assert_eq!(new.new.directory, Some("list".into()));
     let keep = |line: &str| match &backup(line).action {
         Some(ChainAction::Prune { keep, .. }) => keep.keep(),
         other => panic!("{line}: {other:?}"),
@@ -245,7 +245,7 @@ fn a_backup_has_a_disk_and_a_directory_or_an_action_on_a_chain() {
 #[test]
 fn a_point_is_named_behind_its_directory() {
     let point = |text: &str| match parse(&format!("nowait restore {text} to")).unwrap() {
-        Command::Restore(args) => args.point(),
+        Command::Restore(args) => (args.from.0.to_string(), args.from.1),
         other => panic!("{other:?}"),
     };
     assert_eq!(point("a/b"), ("a/b".into(), None));
@@ -253,4 +253,8 @@ fn a_point_is_named_behind_its_directory() {
     assert_eq!(point("a@b@12"), ("a@b".into(), Some(12)));
     assert_eq!(point("a@b"), ("a@b".into(), None));
     assert_eq!(point("a@4294967296"), ("a@4294967296".into(), None));
+    if cfg!(feature = "object-stores") {
+        assert_eq!(point("s3://b/f@12"), ("s3://b/f".into(), Some(12)));
+        assert_eq!(point("s3://b/f/"), ("s3://b/f".into(), None));
+    }
 }

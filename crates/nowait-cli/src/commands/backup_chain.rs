@@ -2,11 +2,10 @@
 //!
 //! Invariant: success is printed after all is durable. A damaged point is exit status 1 of `verify`.
 
-use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use nowait_backup::{
-    Access, Chain, Keys, ListedPoint, NewPoint, PointDisk, PointHealth, PointInfo,
+    Access, Chain, ChainPlace, Keys, ListedPoint, NewPoint, PointDisk, PointHealth, PointInfo,
 };
 use nowait_copy::{CopySource, CopyTarget, Error, Location, Options, REQUEST_BYTES};
 use serde_json::{Value, json};
@@ -14,7 +13,7 @@ use serde_json::{Value, json};
 use crate::args::backup_args::{BackupArgs, ChainAction, IdentityArgs, NewPointArgs, RestoreArgs};
 use crate::commands::copy::{Bar, cancel_on_signal, failed};
 use crate::output;
-use nowait_daemon::disks::waiting::Waiting;
+use nowait_daemon::disks::waiting::{self, Waiting};
 use nowait_daemon::error::{CliError, plain};
 use nowait_daemon::secrets;
 use nowait_daemon::size::{human, short};
@@ -74,9 +73,9 @@ pub(crate) fn run(args: &BackupArgs) -> Result<u8, CliError> {
     }
 }
 
-/// Opens the chain in `directory` with the keys that were given.
+/// Opens the chain at `place` with the keys that were given.
 fn open(
-    directory: &Path,
+    place: &ChainPlace,
     access: Access,
     recipients: &[String],
     keys: &IdentityArgs,
@@ -85,7 +84,12 @@ fn open(
         secrets::keep_in_memory();
     }
     let keys = Keys::new(recipients, &keys.identity).map_err(|error| failed(&error))?;
-    Chain::open(directory, access, keys).map_err(|error| failed(&error))
+    let store = match place {
+        ChainPlace::Store(url) => Some(Location::Object(url.clone())),
+        ChainPlace::Directory(_) => None,
+    };
+    let opened = waiting::on(&store, || Chain::open(place.clone(), access, keys));
+    opened.map_err(|error| failed(&error))
 }
 
 /// A copy of all of `from` into `to`, with the defaults of this command.
@@ -130,7 +134,7 @@ fn copy(
     copied
 }
 
-fn add(args: &NewPointArgs, disk: &Location, directory: &Path) -> Result<(), CliError> {
+fn add(args: &NewPointArgs, disk: &Location, directory: &ChainPlace) -> Result<(), CliError> {
     let cancel = cancel_on_signal()?;
     let chain = open(directory, Access::Add, &args.recipient, &args.keys)?;
     let point = NewPoint::new(chain, args.contents()).map_err(|error| failed(&error))?;
@@ -148,7 +152,7 @@ fn add(args: &NewPointArgs, disk: &Location, directory: &Path) -> Result<(), Cli
     let report = copy(&options, args.transfer.no_progress, &cancel)
         .map_err(|error| cancelled(&error, "interrupted, there is no new point"))?;
     let Some(info) = point.made() else { return Err(CliError::new("there is no new point")) };
-    let (disk, directory) = (disk.to_string(), directory.display().to_string());
+    let (disk, directory) = (disk.to_string(), directory.to_string());
     let seconds = report.elapsed.as_secs_f64();
     if args.transfer.json {
         let mut said = point_in_json(&info);
@@ -178,9 +182,9 @@ fn add(args: &NewPointArgs, disk: &Location, directory: &Path) -> Result<(), Cli
 /// There is no such point, it is damaged, the target cannot be written, or an interruption.
 pub(crate) fn restore(args: &RestoreArgs) -> Result<(), CliError> {
     let cancel = cancel_on_signal()?;
-    let (directory, number) = args.point();
-    let chain = open(&directory, Access::Read, &[], &args.keys)?;
-    let disk = PointDisk::open(chain, number).map_err(|error| failed(&error))?;
+    let (place, number) = &args.from;
+    let chain = open(place, Access::Read, &[], &args.keys)?;
+    let disk = PointDisk::open(chain, *number).map_err(|error| failed(&error))?;
     let name = disk.name();
     let (to_format, to_format_given) = args.format();
     let options = Options {
@@ -264,7 +268,7 @@ fn list(chain: &Chain, json: bool) -> Result<(), CliError> {
 
 fn verify(
     chain: &Chain,
-    directory: &Path,
+    directory: &ChainPlace,
     point: Option<u32>,
     no_progress: bool,
     json: bool,
@@ -289,7 +293,7 @@ fn verify(
         return Ok(0);
     }
     let damaged = health.iter().filter(|point| !point.is_sound()).count();
-    let place = plain(&directory.display().to_string());
+    let place = plain(&directory.to_string());
     Err(CliError::new(format!("{place}: {damaged} of {} points are damaged", health.len())))
 }
 

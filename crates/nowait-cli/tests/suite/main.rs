@@ -8,6 +8,7 @@ mod common;
 mod added_uris;
 mod addresses_and_keys;
 mod backup_chains;
+mod backup_stores;
 mod backups;
 mod backing_names;
 mod bench_copy;

@@ -162,6 +162,20 @@ impl ObjectUpload {
         match self.0 {}
     }
 
+    /// The name that the store has given it.
+    #[must_use]
+    pub const fn id(&self) -> &str {
+        match self.0 {}
+    }
+
+    /// Like [`ObjectUpload::next_sent`], and waits until there is one.
+    ///
+    /// # Errors
+    /// Never: an upload does not exist.
+    pub const fn wait_sent(&self) -> Result<usize, String> {
+        match self.0 {}
+    }
+
     /// The next part that the store has.
     ///
     /// # Errors
@@ -189,6 +203,112 @@ impl ObjectUpload {
 
 impl AsFd for ObjectUpload {
     fn as_fd(&self) -> BorrowedFd<'_> {
+        match self.0 {}
+    }
+}
+
+/// The name of a version of an object.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FoundVersion {}
+
+/// An object that was read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredObject {
+    /// All of it.
+    pub bytes: Vec<u8>,
+    /// Its version.
+    pub version: FoundVersion,
+    /// The second since 1970 in which it was put.
+    pub seconds: i64,
+}
+
+/// The condition on which an object is put.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Condition {
+    /// None.
+    Always,
+    /// There is no such object.
+    Absent,
+    /// There is this version of it.
+    Same(FoundVersion),
+}
+
+/// A folder of objects.
+pub struct ObjectFolder(Infallible);
+
+impl ObjectFolder {
+    /// Opens no folder.
+    ///
+    /// # Errors
+    /// Never: a location of a folder does not exist.
+    pub const fn open(url: &ObjectUrl, _: Duration) -> Result<Self, String> {
+        match url.0 {}
+    }
+
+    /// The URL of an object.
+    #[must_use]
+    pub const fn url_of(&self, _: &str) -> ObjectUrl {
+        match self.0 {}
+    }
+
+    /// The names of its objects and their bytes.
+    ///
+    /// # Errors
+    /// Never: a folder does not exist.
+    pub const fn list(&self) -> Result<Vec<(String, u64)>, String> {
+        match self.0 {}
+    }
+
+    /// Reads an object.
+    ///
+    /// # Errors
+    /// Never: a folder does not exist.
+    pub const fn get(&self, _: &str, _: u64) -> Result<Option<StoredObject>, String> {
+        match self.0 {}
+    }
+
+    /// Puts an object.
+    ///
+    /// # Errors
+    /// Never: a folder does not exist.
+    pub const fn put(
+        &self,
+        _: &str,
+        _: &[u8],
+        _: &Condition,
+    ) -> Result<Option<FoundVersion>, String> {
+        match self.0 {}
+    }
+
+    /// Puts an object of many bytes.
+    ///
+    /// # Errors
+    /// Never: a folder does not exist.
+    pub const fn put_long(&self, _: &str, _: &[u8], _: bool) -> Result<(), String> {
+        match self.0 {}
+    }
+
+    /// Begins an upload.
+    ///
+    /// # Errors
+    /// Never: a folder does not exist.
+    pub const fn upload(&self, _: &str, _: u64) -> Result<ObjectUpload, String> {
+        match self.0 {}
+    }
+
+    /// Drops the parts of an upload.
+    ///
+    /// # Errors
+    /// Never: a folder does not exist.
+    pub const fn abort_upload(&self, _: &str, _: &str) -> Result<(), String> {
+        match self.0 {}
+    }
+
+    /// Deletes an object.
+    ///
+    /// # Errors
+    /// Never: a folder does not exist.
+    pub const fn remove(&self, _: &str) -> Result<(), String> {
         match self.0 {}
     }
 }

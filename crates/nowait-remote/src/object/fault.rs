@@ -76,6 +76,30 @@ impl Fault {
     }
 }
 
+/// A failed request: its fault, and the status of the answer, if there was one.
+pub(super) struct Failure {
+    pub(super) fault: Fault,
+    pub(super) status: Option<u16>,
+}
+
+impl From<object_store::Error> for Failure {
+    fn from(error: object_store::Error) -> Self {
+        Self { fault: Fault::of(&error), status: status_of(&error) }
+    }
+}
+
+impl From<Fault> for Failure {
+    fn from(fault: Fault) -> Self {
+        Self { fault, status: None }
+    }
+}
+
+impl Failure {
+    pub(super) fn refused(text: impl Into<String>) -> Self {
+        Fault::Refused(text.into()).into()
+    }
+}
+
 /// The status of the answer that `error` is about, if it is about one.
 pub(super) fn status_of(error: &object_store::Error) -> Option<u16> {
     match bad_answer(error)? {

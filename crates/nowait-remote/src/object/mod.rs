@@ -29,10 +29,12 @@ mod boot_record;
 mod asking;
 mod block_fetcher;
 mod object_storage;
+mod attempts;
 mod upload_client;
 mod upload_progress;
 mod upload;
 mod object_upload;
+mod object_folder;
 #[cfg(feature = "fuzz")]
 pub mod fuzz;
 
@@ -44,6 +46,7 @@ pub use credential_process::{
     credential_program, run_credential_process, run_credential_processes_by,
     run_only_credential_process,
 };
+pub use object_folder::{Condition, FoundVersion, ObjectFolder, StoredObject};
 pub(crate) use object_storage::MINIMUM_RATE;
 pub use object_storage::{ObjectOptions, ObjectStorage};
 pub use object_upload::{ObjectUpload, UploadOptions};

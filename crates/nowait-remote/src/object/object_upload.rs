@@ -62,6 +62,7 @@ pub struct ObjectUpload {
     wake: Arc<OwnedFd>,
     /// Ends with an error where an upload that is not complete could not be aborted.
     thread: Option<JoinHandle<Result<(), String>>>,
+    id: String,
     part_bytes: u64,
     at_once: usize,
 }
@@ -81,13 +82,31 @@ impl ObjectUpload {
     /// object already, or the store cannot be reached or refuses.
     pub fn begin(url: &ObjectUrl, size: u64, options: UploadOptions) -> Result<Self, String> {
         match size {
-            0 => return Err("an object without bytes could not be read as a disk".into()),
-            1..=MAX_BYTES => {}
-            _ => {
-                return Err(format!("an object has at most 5 TiB, and this would be {size} bytes"));
-            }
+            0 => Err("an object without bytes could not be read as a disk".into()),
+            1..=MAX_BYTES => Self::start(url, size, Some(size), options),
+            _ => Err(format!("an object has at most 5 TiB, and this would be {size} bytes")),
         }
-        let (part_bytes, at_once) = parts_of(size);
+    }
+
+    /// Like [`ObjectUpload::begin`], of an object that has all bytes that will be sent, `most` at most.
+    ///
+    /// # Errors
+    /// Like [`ObjectUpload::begin`].
+    pub fn begin_growing(
+        url: &ObjectUrl,
+        most: u64,
+        options: UploadOptions,
+    ) -> Result<Self, String> {
+        Self::start(url, most.clamp(1, MAX_BYTES), None, options)
+    }
+
+    fn start(
+        url: &ObjectUrl,
+        most: u64,
+        size: Option<u64>,
+        options: UploadOptions,
+    ) -> Result<Self, String> {
+        let (part_bytes, at_once) = parts_of(most);
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let wake = Arc::new(wake.map_err(|error| format!("eventfd: {error}"))?);
         let (jobs, inbox) = unbounded_channel();
@@ -107,7 +126,8 @@ impl ObjectUpload {
             let ended = runtime.block_on(async {
                 let bytes = part_bytes * at_once as u64;
                 let begun = Upload::begin(&url, options.replaces, options.retry, bytes).await;
-                let told = opened.send(begun.as_ref().map(|_| ()).map_err(Clone::clone));
+                let id = begun.as_ref().map(|upload| upload.id().to_owned());
+                let told = opened.send(id.map_err(Clone::clone));
                 match (told, begun) {
                     (Ok(()), Ok(upload)) => {
                         UploadLoop { upload, size, ended, woken }.run(inbox).await
@@ -121,8 +141,14 @@ impl ObjectUpload {
         };
         let thread = std::thread::Builder::new().name("nowait-upload".into()).spawn(run);
         let thread = thread.map_err(|error| format!("cannot start a thread: {error}"))?;
-        is_open.recv().map_err(|_| ENDED)??;
-        Ok(Self { jobs: Some(jobs), sent, wake, thread: Some(thread), part_bytes, at_once })
+        let id = is_open.recv().map_err(|_| ENDED)??;
+        Ok(Self { jobs: Some(jobs), sent, wake, thread: Some(thread), id, part_bytes, at_once })
+    }
+
+    /// The name that the store has given it, by which it can be aborted later.
+    #[must_use]
+    pub fn id(&self) -> &str {
+        &self.id
     }
 
     /// Bytes of each part but the last one.
@@ -154,6 +180,14 @@ impl ObjectUpload {
             Err(mpsc::TryRecvError::Empty) => Ok(None),
             Err(mpsc::TryRecvError::Disconnected) => Err(ENDED.into()),
         }
+    }
+
+    /// Like [`ObjectUpload::next_sent`], and waits until there is one.
+    ///
+    /// # Errors
+    /// Like [`ObjectUpload::next_sent`].
+    pub fn wait_sent(&self) -> Result<usize, String> {
+        self.sent.recv().map_err(|_| ENDED)?
     }
 
     /// Makes the object visible when the store has all parts, and waits until it is.
@@ -199,7 +233,8 @@ impl Drop for ObjectUpload {
 /// The data of the thread.
 struct UploadLoop {
     upload: Upload,
-    size: u64,
+    /// Bytes of the object, if they are known.
+    size: Option<u64>,
     ended: mpsc::Sender<Sent>,
     woken: Arc<OwnedFd>,
 }
@@ -210,12 +245,13 @@ impl UploadLoop {
     /// # Errors
     /// It could not be aborted.
     async fn run(&self, mut inbox: UnboundedReceiver<Job>) -> Result<(), String> {
-        let mut parts: Vec<Option<PartId>> = Vec::new();
+        let (mut parts, mut bytes): (Vec<Option<PartId>>, u64) = (Vec::new(), 0);
         let mut sending = FuturesUnordered::new();
         let completed = loop {
             tokio::select! {
                 job = inbox.recv() => match job {
                     Some(Job::Send(index, data)) => {
+                        bytes += data.len() as u64;
                         sending.push(async move { (index, self.upload.send(index, data).await) });
                     }
                     Some(Job::Complete(sender)) => break Some(sender),
@@ -239,7 +275,7 @@ impl UploadLoop {
         // The connections of parts that are not sent yet are closed before the parts are dropped.
         drop(sending);
         let Some(sender) = completed else { return self.abort().await };
-        let mut result = self.complete(parts).await;
+        let mut result = self.complete(parts, bytes).await;
         if let Err(why) = &mut result
             && let Err(left) = self.abort().await
         {
@@ -254,12 +290,11 @@ impl UploadLoop {
         self.upload.abort().await.map_err(left)
     }
 
-    async fn complete(&self, parts: Vec<Option<PartId>>) -> Result<(), String> {
-        let needed = self.size.div_ceil(parts_of(self.size).0);
+    async fn complete(&self, parts: Vec<Option<PartId>>, bytes: u64) -> Result<(), String> {
         let parts: Option<Vec<PartId>> = parts.into_iter().collect();
         match parts {
-            Some(parts) if parts.len() as u64 == needed => {
-                self.upload.complete(&parts, self.size).await
+            Some(parts) if self.size.unwrap_or(bytes) == bytes && !parts.is_empty() => {
+                self.upload.complete(&parts, bytes).await
             }
             _ => Err("a part of it was not sent".into()),
         }

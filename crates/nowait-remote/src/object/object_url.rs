@@ -74,6 +74,13 @@ impl ObjectUrl {
         matches!(self.place, Place::Web(_))
     }
 
+    /// The object `name` in the folder that has the name of this one.
+    #[must_use]
+    pub fn within(&self, name: &str) -> Self {
+        let text = format!("{self}/{name}");
+        Self { text, place: self.place.clone(), path: self.path.clone().join(name), version: None }
+    }
+
     /// The last part of its path.
     pub(crate) fn short_name(&self) -> String {
         self.path.filename().unwrap_or("object").to_owned()

@@ -4,6 +4,7 @@
 //! opened: its entity tag, or its date and size, and the range that was asked for.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
@@ -12,11 +13,13 @@ use object_store::client::HttpConnector;
 use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::http::HttpBuilder;
 use object_store::multipart::MultipartStore;
-use object_store::{GetOptions, GetRange, GetResult, ObjectMeta, ObjectStore, RetryConfig};
+use object_store::{
+    GetOptions, GetRange, GetResult, ObjectMeta, ObjectStore, RetryConfig, UpdateVersion,
+};
 
 use crate::object::answer_progress::Progress;
 use crate::object::aws_files;
-use crate::object::fault::Fault;
+use crate::object::fault::{Failure, Fault, status_of};
 use crate::object::http_auth::HttpAuth;
 use crate::object::http_client::Connector;
 use crate::object::object_url::{ObjectUrl, Place};
@@ -37,7 +40,11 @@ const SHORTEST: Duration = Duration::from_secs(2);
 
 /// The version of an object, which tells it from another one that has its name later.
 #[derive(Clone, Debug)]
-pub(super) struct Version(ObjectMeta);
+pub(super) struct Version {
+    meta: ObjectMeta,
+    /// What the store calls it in conditions of requests.
+    pub(super) found: UpdateVersion,
+}
 
 impl Version {
     /// # Errors
@@ -52,7 +59,8 @@ impl Version {
         }
         // Only a version that was named has to be the one of each answer: a copy of the object with the
         // same bytes, tag and date is as good.
-        let version = Self(ObjectMeta { version: named.cloned(), ..meta });
+        let found = UpdateVersion { e_tag: meta.e_tag.clone(), version: meta.version.clone() };
+        let version = Self { meta: ObjectMeta { version: named.cloned(), ..meta }, found };
         if version.strong_tag().is_none() && version.date() == 0 {
             return Err(
                 "the server tells neither an ETag nor a date of it, so that a change while \
@@ -65,33 +73,34 @@ impl Version {
 
     /// Bytes of the object.
     pub(super) const fn size(&self) -> u64 {
-        self.0.size
+        self.meta.size
     }
 
     /// The tag, if If-Match may be used with it (RFC 9110, 13.1.1).
     fn strong_tag(&self) -> Option<&String> {
-        self.0.e_tag.as_ref().filter(|tag| !tag.starts_with("W/"))
+        self.meta.e_tag.as_ref().filter(|tag| !tag.starts_with("W/"))
     }
 
     /// Seconds since 1970; 0 where the server tells no date.
-    fn date(&self) -> i64 {
-        self.0.last_modified.timestamp()
+    pub(super) fn date(&self) -> i64 {
+        self.meta.last_modified.timestamp()
     }
 
     /// A name of this version of the object, and of no other one of the same place. The date belongs to
     /// it beside a strong tag, too: some servers make the tag of the time in seconds and the size.
     pub(super) fn identity(&self) -> String {
-        let (size, tag) = (self.size(), self.0.e_tag.as_deref().unwrap_or_default());
-        let named = self.0.version.as_ref().map_or_else(String::new, |id| format!(" {id}"));
+        let (size, tag) = (self.size(), self.meta.e_tag.as_deref().unwrap_or_default());
+        let named = self.meta.version.as_ref().map_or_else(String::new, |id| format!(" {id}"));
         format!("{size} {tag} {}{named}", self.date())
     }
 
     /// Whether an answer about `other` is about this version. One with the strong tag may leave the date
     /// out (RFC 9110, 15.3.7).
-    fn is_same(&self, other: &Self) -> bool {
-        let (own, new) = (&self.0, &other.0);
-        let dated = self.date() != 0 && other.date() != 0;
-        let same_date = self.date() == other.date() || !dated && self.strong_tag().is_some();
+    fn is_same(&self, other: &ObjectMeta) -> bool {
+        let (own, new) = (&self.meta, other);
+        let date = other.last_modified.timestamp();
+        let dated = self.date() != 0 && date != 0;
+        let same_date = self.date() == date || !dated && self.strong_tag().is_some();
         let same_version = own.version.is_none() || own.version == new.version;
         own.size == new.size && own.e_tag == new.e_tag && same_date && same_version
     }
@@ -99,9 +108,9 @@ impl Version {
 
 /// An object of a store.
 pub(super) struct Object {
-    store: Box<dyn ObjectStore>,
+    store: Arc<dyn ObjectStore>,
     /// The store for uploads; none where the place is a web server.
-    uploads: Option<Box<dyn MultipartStore>>,
+    uploads: Option<Arc<dyn MultipartStore>>,
     url: ObjectUrl,
     timeouts: Timeouts,
     /// Whether the credentials are in a file that is read again.
@@ -109,10 +118,10 @@ pub(super) struct Object {
 }
 
 /// A store as it is read from and written to.
-type Stores = (Box<dyn ObjectStore>, Option<Box<dyn MultipartStore>>);
+type Stores = (Arc<dyn ObjectStore>, Option<Arc<dyn MultipartStore>>);
 
 fn stores(store: impl ObjectStore + MultipartStore + Clone) -> Stores {
-    (Box::new(store.clone()), Some(Box::new(store)))
+    (Arc::new(store.clone()), Some(Arc::new(store)))
 }
 
 /// A client that asks once; who asks again is the caller.
@@ -153,7 +162,7 @@ impl Object {
                 builder
                     .with_http_connector(connector)
                     .build()
-                    .map(|store| (Box::new(store) as _, None))
+                    .map(|store| (Arc::new(store) as _, None))
             }
             Place::S3(bucket) => {
                 let (builder, is_renewed) = aws_files::builder(&connector)?;
@@ -161,6 +170,8 @@ impl Object {
                 let builder = builder
                     .with_bucket_name(bucket)
                     .with_retry(retry)
+                    // Not every store can delete several objects by one request.
+                    .with_disable_bulk_delete(true)
                     .with_http_connector(connector);
                 builder.build().map(stores)
             }
@@ -188,18 +199,41 @@ impl Object {
     /// Asks what the object is, by its first byte, within `left`: a server that cannot send a part of
     /// it is noticed.
     pub(super) async fn probe(&self, left: Duration) -> Result<Version, Fault> {
+        let first = self.first(1, left).await;
+        first.map(|(version, _)| version).map_err(|failure| failure.fault)
+    }
+
+    /// Asks what the object is, and for its first bytes, `most` at most, within `left` or as long as they come.
+    pub(super) async fn first(
+        &self,
+        most: u64,
+        left: Duration,
+    ) -> Result<(Version, Vec<u8>), Failure> {
         let options = GetOptions {
-            range: Some(GetRange::Bounded(0..1)),
+            range: Some(GetRange::Bounded(0..most)),
             version: self.url.version.clone(),
             ..GetOptions::default()
         };
         let mut progress = self.progress(left);
         let answer = self.answer(options, &progress).await?;
-        let answer = answer.map_err(|error| Fault::at_open(&error))?;
+        let answer = answer.map_err(|error| Failure {
+            fault: Fault::at_open(&error),
+            status: status_of(&error),
+        })?;
         let version =
             Version::of(answer.meta.clone(), self.url.version.as_ref()).map_err(Fault::Refused)?;
-        body(answer, 1, &mut progress).await?;
-        Ok(version)
+        let bytes = body(answer, most.min(version.size()), &mut progress).await?;
+        Ok((version, bytes))
+    }
+
+    /// The object `name` in the folder that has the name of this one, by the same client.
+    pub(super) fn within(&self, name: &str) -> Self {
+        Self {
+            store: self.store.clone(),
+            uploads: self.uploads.clone(),
+            url: self.url.within(name),
+            ..*self
+        }
     }
 
     /// Reads `len` bytes, at least 1, from byte `pos` on, with the `progress` that is noted there. All
@@ -241,12 +275,12 @@ impl Object {
             range: Some(GetRange::Bounded(pos..pos + len)),
             version: self.url.version.clone(),
             if_match: tag.cloned(),
-            if_unmodified_since: tag.is_none().then_some(version.0.last_modified),
+            if_unmodified_since: tag.is_none().then_some(version.meta.last_modified),
             ..GetOptions::default()
         };
         let answer = self.answer(options, progress).await?;
         let answer = answer.map_err(|error| Fault::of_read(&error, self.renewable))?;
-        if !version.is_same(&Version(answer.meta.clone())) {
+        if !version.is_same(&answer.meta) {
             let what = "the object has changed since it was opened (another ETag, date or size)";
             return Err(Fault::Changed(what.into()));
         }

@@ -3,7 +3,7 @@
 //! Invariant: the object is only touched by the last request, which names all parts; parts that were
 //! sent are dropped by `abort`.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,16 +12,15 @@ use std::time::{Duration, Instant};
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::{GetOptions, ObjectMeta, PutPayload};
 
-use crate::object::fault::{Fault, status_of};
+use crate::object::attempts::{ANSWER_TIME, Answer, Attempts, late, within};
+use crate::object::fault::{Failure, Fault, status_of};
 use crate::object::http_client::Connector;
 use crate::object::object_url::{ObjectUrl, Place};
 use crate::object::store::{Object, Timeouts};
 use crate::object::upload_client::UploadConnector;
 use crate::object::upload_progress::PartProgress;
-use crate::policy::{BackOff, Pace};
 
-/// How long a request without data is waited for, and the last one, with which S3 may take minutes.
-const ANSWER_TIME: Duration = Duration::from_secs(20);
+/// How long the last request is waited for, with which S3 may take minutes.
 const COMPLETE_TIME: Duration = Duration::from_secs(300);
 /// How long the first requests are made again at most.
 const OPEN_TIME: Duration = Duration::from_secs(10);
@@ -43,48 +42,11 @@ pub(super) struct Upload {
     replaces: bool,
     /// The object that had the name before.
     before: Option<ObjectMeta>,
-    retry: Duration,
+    attempts: Attempts,
     /// Bytes of the parts that are sent at a time.
     bytes_at_once: u64,
     /// Bytes that all connections have sent.
     sent: Arc<AtomicU64>,
-    begun: Instant,
-    /// When the store has answered a request last.
-    answered: Cell<Instant>,
-    pace: RefCell<Pace>,
-}
-
-/// A failed request: its fault, and the status of the answer, if there was one.
-struct Failure {
-    fault: Fault,
-    status: Option<u16>,
-}
-
-impl From<object_store::Error> for Failure {
-    fn from(error: object_store::Error) -> Self {
-        Self { fault: Fault::of(&error), status: status_of(&error) }
-    }
-}
-
-impl Failure {
-    fn refused(text: impl Into<String>) -> Self {
-        Self { fault: Fault::Refused(text.into()), status: None }
-    }
-}
-
-type Answer<T> = Result<T, Failure>;
-
-/// The answer to `request`, or the fault that there is none within `time`.
-async fn within<T>(
-    time: Duration,
-    request: impl Future<Output = object_store::Result<T>>,
-) -> Answer<T> {
-    Ok(tokio::time::timeout(time, request).await.map_err(|_| late(time))??)
-}
-
-fn late(time: Duration) -> Failure {
-    let text = format!("the server has not answered for {} s", time.as_secs());
-    Failure { fault: Fault::Transient(text), status: None }
 }
 
 impl Upload {
@@ -103,22 +65,18 @@ impl Upload {
         let inner = Connector::new(false, PART_TIME, None)?;
         let sent = inner.sent.clone();
         let object = Object::over(url, timeouts, UploadConnector { inner, creates })?;
-        let begun = Instant::now();
         let mut upload = Self {
             object,
             id: String::new(),
             replaces,
             before: None,
-            retry: retry.min(OPEN_TIME),
+            attempts: Attempts::new(retry.min(OPEN_TIME)),
             bytes_at_once,
             sent,
-            begun,
-            answered: Cell::new(begun),
-            pace: RefCell::default(),
         };
         upload.store().map_err(|failure| failure.fault.text().to_owned())?;
         let text = |failure: Failure| format!("{}{}", failure.fault.text(), url.hint());
-        upload.before = match upload.again(|| upload.head(Fault::at_open)).await {
+        upload.before = match upload.attempts.again(|| upload.head(Fault::at_open)).await {
             // Who may write may not always look.
             Err(Failure { status: Some(403), .. }) if replaces => None,
             found => found.map_err(text)?,
@@ -131,8 +89,8 @@ impl Upload {
             let id = within(ANSWER_TIME, upload.store()?.create_multipart(path)).await?;
             named(id)
         };
-        upload.id = upload.again(create).await.map_err(text)?;
-        upload.retry = retry;
+        upload.id = upload.attempts.again(create).await.map_err(text)?;
+        upload.attempts.retry = retry;
         Ok(upload)
     }
 
@@ -152,40 +110,6 @@ impl Upload {
             Ok(found) => Ok(Some(found.meta)),
             Err(error) if status_of(&error) == Some(404) => Ok(None),
             Err(error) => Err(Failure { fault: fault_of(&error), status: status_of(&error) }),
-        }
-    }
-
-    /// Makes a request again after transient faults, with pauses, until they last for `retry`. One that
-    /// is only refused because there are too many is not given up while others are answered.
-    async fn again<T, F: Future<Output = Answer<T>>>(&self, request: impl Fn() -> F) -> Answer<T> {
-        let mut first_failure = None;
-        let mut failed = 0;
-        loop {
-            let slot = self.pace.borrow_mut().slot(self.begun.elapsed());
-            tokio::time::sleep_until((self.begun + slot).into()).await;
-            let failure = match request().await {
-                Ok(answer) => {
-                    self.answered.set(Instant::now());
-                    self.pace.borrow_mut().answered(self.begun.elapsed());
-                    return Ok(answer);
-                }
-                Err(failure) => failure,
-            };
-            failed += 1;
-            let first = *first_failure.get_or_insert_with(Instant::now);
-            let since = match &failure.fault {
-                Fault::Busy(_) => {
-                    self.pace.borrow_mut().refused(self.begun.elapsed());
-                    first.max(self.answered.get())
-                }
-                Fault::Transient(_) => first,
-                Fault::Changed(_) | Fault::Refused(_) => return Err(failure),
-            };
-            let left = self.retry.saturating_sub(since.elapsed());
-            if left.is_zero() {
-                return Err(failure);
-            }
-            tokio::time::sleep(BackOff::STORE.pause(failed, fastrand::u64(..)).min(left)).await;
         }
     }
 
@@ -209,6 +133,11 @@ impl Upload {
         }
     }
 
+    /// The name that the store has given it.
+    pub(super) fn id(&self) -> &str {
+        &self.id
+    }
+
     /// Sends part `index`, counted from 0.
     pub(super) async fn send(&self, index: usize, data: Vec<u8>) -> Result<PartId, String> {
         let data = PutPayload::from(data);
@@ -218,14 +147,14 @@ impl Upload {
             let content_id = named(self.while_sending(sent).await?.content_id)?;
             Ok(PartId { content_id })
         };
-        self.again(request).await.map_err(|failure| failure.fault.text().to_owned())
+        self.attempts.again(request).await.map_err(|failure| failure.fault.text().to_owned())
     }
 
     /// Makes the object of `parts`, in their order, visible; it has `size` bytes.
     pub(super) async fn complete(&self, parts: &[PartId], size: u64) -> Result<(), String> {
         // Not every store refuses the last request if the object exists.
         if !self.replaces
-            && let Ok(Some(_)) = self.again(|| self.head(Fault::of)).await
+            && let Ok(Some(_)) = self.attempts.again(|| self.head(Fault::of)).await
         {
             return Err(EXISTS.into());
         }
@@ -239,7 +168,7 @@ impl Upload {
                 matches!(&completed, Err(failure) if matches!(failure.fault, Fault::Transient(_)));
             completed
         };
-        let Err(failure) = self.again(request).await else { return Ok(()) };
+        let Err(failure) = self.attempts.again(request).await else { return Ok(()) };
         let why = match failure.status {
             Some(409 | 412) if !self.replaces => EXISTS,
             _ => failure.fault.text(),
@@ -247,7 +176,7 @@ impl Upload {
         if !is_unknown.take() {
             return Err(why.to_owned());
         }
-        match self.again(|| self.head(Fault::of)).await {
+        match self.attempts.again(|| self.head(Fault::of)).await {
             Ok(found) if self.is_complete(found.as_ref(), size, parts.len()) => Ok(()),
             Ok(_) => Err(why.to_owned()),
             Err(_) => Err(format!("{why}; whether the object is there is not known")),
@@ -275,8 +204,8 @@ impl Upload {
             }
         };
         // Without the delays that were computed for parts.
-        self.pace.take();
-        let ended = tokio::time::timeout(ABORT_TIME, self.again(request)).await;
+        self.attempts.forget_pace();
+        let ended = tokio::time::timeout(ABORT_TIME, self.attempts.again(request)).await;
         let ended = ended.unwrap_or_else(|_| Err(late(ABORT_TIME)));
         ended.map_err(|failure| failure.fault.text().to_owned())
     }
