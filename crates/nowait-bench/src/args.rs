@@ -235,13 +235,15 @@ pub enum What {
     Durable,
     /// Records of the library's log, and one durable write for each
     Log,
+    /// The engine on io_uring and on Linux AIO, the library's other interfaces, a bare io_uring loop and plain calls
+    Engines,
     /// All of the engine's tables: all but peers, copy, images and isolation
     All,
 }
 
 impl What {
     /// The tables of the engine, in the order in which they are measured.
-    pub const TABLES: [Self; 8] = [
+    pub const TABLES: [Self; 9] = [
         Self::Simple,
         Self::Completion,
         Self::Vectored,
@@ -250,6 +252,7 @@ impl What {
         Self::Nowait,
         Self::Durable,
         Self::Log,
+        Self::Engines,
     ];
 
     /// Its name on the command line and in JSON.

@@ -159,6 +159,13 @@ fn only_measures_the_rows_with_a_text_in_their_titles() {
 }
 
 #[test]
+fn engines_are_compared_at_three_depths_in_both_directions() {
+    let rows = measure_complete(What::Engines);
+    assert_eq!(rows.len(), 6);
+    assert!(rows.iter().all(|row| row.1 == 7), "{rows:?}");
+}
+
+#[test]
 fn without_the_right_to_a_loop_device_its_rows_say_so_and_nothing_has_failed() {
     if rustix::process::geteuid().is_root() {
         nowait_testkit::say_skipped("root may set up loop devices");

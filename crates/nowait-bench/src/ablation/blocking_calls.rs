@@ -1,17 +1,22 @@
-//! Loops on several threads: blocking calls, one in flight on each, and loops of jobs.
+//! Blocking calls: one thread for each request in flight, with pread(2) and pwrite(2) or through
+//! the blocking interface of the engine.
 //!
-//! Invariant: no loop begins before each has been set up.
+//! Invariant: every call transfers a whole block.
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use std::{io, thread};
 
 use fastrand::Rng;
+use nowait::{BlockMap, Flags};
 
 use crate::ablation::closed_loop::{Interval, StopCondition};
+use crate::ablation::fixture::Fixture;
 use crate::ablation::gain_table::Sample;
 use crate::offsets::{Offsets, Region};
-use crate::workload::Order;
+use crate::workload::{Direction, Order, Workload};
 
 /// A loop that measures no latencies reads the clock once in so many calls.
 const CALLS_PER_CLOCK_READ: u64 = 64;
@@ -29,6 +34,59 @@ impl Block {
         Rng::with_seed(1).fill(&mut block.0);
         block
     }
+}
+
+/// A target of blocking calls.
+pub(crate) trait Calls: Sync {
+    /// Reads all of `data`.
+    fn read(&self, data: &mut [u8], pos: u64) -> io::Result<()>;
+    /// Writes all of `data`.
+    fn write(&self, data: &[u8], pos: u64) -> io::Result<()>;
+}
+
+impl Calls for File {
+    fn read(&self, data: &mut [u8], pos: u64) -> io::Result<()> {
+        self.read_exact_at(data, pos)
+    }
+
+    fn write(&self, data: &[u8], pos: u64) -> io::Result<()> {
+        self.write_all_at(data, pos)
+    }
+}
+
+impl<M: BlockMap> Calls for nowait::BlockingFile<M> {
+    fn read(&self, data: &mut [u8], pos: u64) -> io::Result<()> {
+        whole(self.read_at(data, pos)?, data.len())
+    }
+
+    fn write(&self, data: &[u8], pos: u64) -> io::Result<()> {
+        whole(self.write_at(data, pos, Flags::NONE)?, data.len())
+    }
+}
+
+/// An error unless all that was asked for is done.
+fn whole<T: Eq>(done: T, asked: T) -> io::Result<()> {
+    if done == asked { Ok(()) } else { Err(io::Error::other("a call was cut short")) }
+}
+
+/// Measures `load` with `load.depth` concurrent threads.
+///
+/// # Errors
+/// The error of a call, or that no thread could be started.
+pub(crate) fn run(file: &impl Calls, load: &Workload, fixture: &Fixture<'_>) -> io::Result<Sample> {
+    fixture.measure(load, true, |_, stop_condition| {
+        in_threads(load.depth, |number, gate| {
+            let mut offsets =
+                Offsets::endless(load.order, fixture.region(load.block_bytes), number as u64);
+            let mut block = Block::random();
+            let data = &mut block.0[..load.block_bytes];
+            gate.wait();
+            calls(&mut offsets, stop_condition, load.block_bytes, |pos| match load.direction {
+                Direction::Read => file.read(data, pos),
+                Direction::Write => file.write(data, pos),
+            })
+        })
+    })
 }
 
 /// Calls `call`, which transfers `block_bytes`, for one offset after the other until

@@ -3,15 +3,16 @@
 //!
 //! Invariant: a file that may not be overwritten is opened read-only.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use nowait::{
-    AioThreadQueue, AllocationCache, BlockDevice, BlockMap, Config, Flags, IoQueue, LinearMap,
-    LocalAsyncFile, Null, OpenOptions, SingleDisk, Uring, WorkerPool,
+    AioThreadQueue, AllocationCache, AsyncFile, BlockDevice, BlockMap, Config, Flags, IoQueue,
+    LinearMap, LocalAsyncFile, Null, OpenOptions, SingleDisk, Uring, WorkerPool,
 };
 use tempfile::TempDir;
 
@@ -98,6 +99,12 @@ impl<'a> Fixture<'a> {
         let disk = BlockDevice::open(path, options.read_only(read_only))?;
         disk.scan();
         Ok(Arc::new(disk))
+    }
+
+    /// The file as another program would open it.
+    pub(crate) fn plain(path: &Path, writable: bool, direct: bool) -> io::Result<File> {
+        let flags = if direct { rustix::fs::OFlags::DIRECT.bits().cast_signed() } else { 0 };
+        fs::OpenOptions::new().read(true).write(writable).custom_flags(flags).open(path)
     }
 
     /// A file of `bytes` without allocated blocks. It is truncated rather than created again,
@@ -236,4 +243,16 @@ pub(crate) fn ring_of_this_thread<M: BlockMap + 'static>(
 ) -> io::Result<LocalAsyncFile> {
     let queue = Uring::new().map_err(no_ring)?;
     Ok(LocalAsyncFile::with_queue(disk, workers, queue, config)?)
+}
+
+/// The async interface of `disk` on a ring.
+pub(crate) fn ring_tasks(
+    disk: Arc<BlockDevice<AllocationCache>>,
+    workers: WorkerPool,
+    config: Config,
+) -> io::Result<AsyncFile> {
+    // Only the thread that owns the ring can create it, and it reports only the error number. This
+    // attempt gives the full error.
+    drop(Uring::new().map_err(no_ring)?);
+    Ok(AsyncFile::with_queue(disk, workers, config, Uring::new)?)
 }

@@ -7,7 +7,9 @@
 mod gain_table;
 mod closed_loop;
 mod fixture;
+mod async_loop;
 mod blocking_calls;
+mod bare_ring;
 mod loop_device;
 mod measured_device;
 mod tables;

@@ -3,6 +3,7 @@
 //! Invariant: no table contains writes to a file that may not be overwritten.
 
 mod nowait_first;
+mod engines;
 mod append_log;
 mod switches;
 
@@ -30,6 +31,7 @@ pub(crate) fn all<'a>(fixture: &'a Fixture<'a>, what: What) -> Vec<Table<'a>> {
     let each = |one| match one {
         What::Nowait => nowait_first::tables(fixture).into(),
         What::Log => vec![append_log::table(fixture)],
+        What::Engines => engines::tables(fixture),
         switch => switches::table(fixture, switch).into_iter().collect(),
     };
     let is_chosen = |one: &What| what == What::All || what == *one;

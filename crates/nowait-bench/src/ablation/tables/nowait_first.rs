@@ -6,12 +6,12 @@
 
 use std::fmt;
 use std::io;
-use std::sync::Arc;
 
-use nowait::{BlockDevice, BlockMap, Config, Flags, OpenOptions, WorkerPool};
+use nowait::{Config, Flags, OpenOptions, WorkerPool};
 
+use crate::ablation::bare_ring::BareRing;
 use crate::ablation::blocking_calls::Jobs;
-use crate::ablation::closed_loop::{Interval, StopCondition, drive};
+use crate::ablation::closed_loop::{StopCondition, drive};
 use crate::ablation::fixture::{Fixture, ring_engine};
 use crate::ablation::gain_table::{Metric, Row, Sample, Source, Table, Unit, cell};
 use crate::ablation::loop_device::LoopDevice;
@@ -30,8 +30,8 @@ const NOTE: &str = "4K. A job is a thread with an engine and a part of the file 
     with all that, and with back_off, which hands requests to workers for a while after many refusals. \
     The sparse file of 4 GiB has no storage when a turn begins, and each of its blocks is written at \
     most once. Source: 12 jobs on a stable mapping 5×; random writes to a sparse file regress without a hint";
-const NOTE_LOOP: &str = "4K on the same file: an engine on the kernel's loop device over it, \
-    and one on it directly. A job is a thread with an engine and a part of the file of its own. \
+const NOTE_LOOP: &str = "4K on the same file: a bare io_uring loop on the kernel's loop device over it, \
+    and the engine on it directly. A job is a thread with a ring and a part of the file of its own. \
     The processor time of the loop device's kernel threads is not in CPU ns";
 
 /// The variants: title, and the switches of nowait first, of the engine and of the disk.
@@ -145,26 +145,24 @@ impl Case {
         match client {
             Client::Engine(config, options) => {
                 let disk = fixture.cached_disk(&path, options)?;
-                jobs.run(stop_condition, || job(&disk, config, load))
+                let workers = WorkerPool::default();
+                jobs.run(stop_condition, || {
+                    let mut engine = ring_engine(&disk, &workers, config)?;
+                    Ok(move |offsets: &mut Offsets, stop_condition: StopCondition<'_>| {
+                        drive(&mut engine, &load, Flags::NONE, offsets, stop_condition)
+                    })
+                })
             }
             Client::LoopDevice => {
                 let device = LoopDevice::over(&path, writable, fixture.direct)?;
-                let options = OpenOptions::new().read_only(!writable);
-                let disk = Arc::new(BlockDevice::open_mapped(&device.path, options)?);
-                jobs.run(stop_condition, || job(&disk, every_request_tried(), load))
+                let file = Fixture::plain(&device.path, writable, true)?;
+                jobs.run(stop_condition, || {
+                    let mut ring = BareRing::new(&file, &load)?;
+                    Ok(move |offsets: &mut Offsets, stop_condition: StopCondition<'_>| {
+                        ring.run(offsets, stop_condition)
+                    })
+                })
             }
         }
     }
-}
-
-/// The loop of a job, on an engine of its own.
-fn job<M: BlockMap>(
-    disk: &Arc<BlockDevice<M>>,
-    config: Config,
-    load: Workload,
-) -> io::Result<impl FnMut(&mut Offsets, StopCondition<'_>) -> io::Result<Interval> + use<M>> {
-    let mut engine = ring_engine(disk, &WorkerPool::default(), config)?;
-    Ok(move |offsets: &mut Offsets, stop_condition: StopCondition<'_>| {
-        drive(&mut engine, &load, Flags::NONE, offsets, stop_condition)
-    })
 }
