@@ -74,14 +74,19 @@ pub struct BenchArgs {
     #[arg(default_value = "4K")]
     pub block_size: Vec<u64>,
 
-    /// copy: a directory on the file system to measure, with four times --size of room; without it $TMPDIR, or
+    /// copy, library: a directory on the file system to measure, with four times --size of room; without it $TMPDIR, or
     /// /var/tmp
     #[arg(long, value_name = "DIR")]
     pub directory: Option<PathBuf>,
 
-    /// copy: bytes of the full disk, 16M or more, 512M without it; the sparse one has twice as many
+    /// Bytes, 16M or more. copy: of the full disk, 512M without it; the sparse one has twice as many. library: of the
+    /// one file, and of the thousand together, 256M without it
     #[arg(long, value_name = "SIZE", value_parser = parse_copied)]
     pub size: Option<u64>,
+
+    /// library: the program that has the other runtimes, without it nowait-runtimes beside nowait or in target/release
+    #[arg(long, value_name = "PROGRAM")]
+    pub peers: Option<PathBuf>,
 
     /// all but copy: seconds for each server, row and round; 1 without it
     #[arg(long, value_name = "N", value_parser = parse_seconds)]
@@ -168,21 +173,23 @@ impl BenchArgs {
     /// # Errors
     /// A message for the user.
     pub fn check(&self) -> Result<(), String> {
-        use What::{Copy, Images, Isolation, Nowait, Peers};
+        use What::{Copy, Images, Isolation, Library, Nowait, Peers};
         let what = self.what;
         let is = |allowed: &[What]| allowed.contains(&what);
-        let of_tables = "all but copy, images and isolation";
+        let of_tables = "all but copy, library, images and isolation";
+        let is_of_tables = !is(&[Copy, Library, Images, Isolation]);
         let options = [
-            (self.directory.is_some(), is(&[Copy]), "--directory", "copy"),
+            (self.directory.is_some(), is(&[Copy, Library]), "--directory", "copy and library"),
             (!self.device.is_empty(), is(&[Nowait]), "--device", "nowait"),
             (self.discard && self.device.is_empty(), false, "--discard", "nowait --device"),
-            (self.size.is_some(), is(&[Copy]), "--size", "copy"),
+            (self.size.is_some(), is(&[Copy, Library]), "--size", "copy and library"),
+            (self.peers.is_some(), is(&[Library]), "--peers", "library"),
             (self.connections.is_some(), is(&[Peers]), "--connections", "peers"),
             (self.caching.is_some(), is(&[Peers]), "--caching", "peers"),
             (self.transport.is_some(), is(&[Peers]), "--transport", "peers"),
             (!self.servers.is_empty(), is(&[Peers, Images]), "--servers", "peers and images"),
             (self.only.is_some(), !is(&[Copy]), "--only", "all but copy"),
-            (self.file.is_some(), !is(&[Copy, Images, Isolation]), "--file", of_tables),
+            (self.file.is_some(), is_of_tables, "--file", of_tables),
             (self.seconds.is_some(), !is(&[Copy]), "--seconds", "all but copy"),
         ];
         match options.into_iter().find(|(is_given, has, ..)| *is_given && !has) {
@@ -211,6 +218,8 @@ pub enum What {
     Peers,
     /// Copies of disks: nowait copy, qemu-img convert and nbdcopy, those that are installed
     Copy,
+    /// Files of the library and of other Rust runtimes: compio, glommio, monoio, tokio-uring, tokio's blocking threads
+    Library,
     /// Image formats: raw, qcow2 and a chain of three, served by nowait and by QEMU's servers, on
     /// images of 128M that are made for it in $TMPDIR or /var/tmp
     Images,
@@ -237,7 +246,7 @@ pub enum What {
     Log,
     /// The engine on io_uring and on Linux AIO, the library's other interfaces, a bare io_uring loop and plain calls
     Engines,
-    /// All of the engine's tables: all but peers, copy, images and isolation
+    /// All of the engine's tables: all but peers, copy, library, images and isolation
     All,
 }
 
@@ -295,6 +304,7 @@ const AFTER_HELP: &str = "\
 Examples:
   nowait bench peers                        NBD servers side by side, on a temporary file
   nowait bench copy --directory /mnt/fast   copies side by side, in a directory made there
+  nowait bench library --only 'depth 32'    the library beside compio, glommio, monoio and others
   nowait bench images                       raw, qcow2 and a chain, past the page cache
   nowait bench isolation                    a client beside neighbours that misbehave
   nowait bench all                          each of the engine's mechanisms, on against off
@@ -320,8 +330,11 @@ mod tests {
         let check = |line: &str| BenchArgs::try_parse_from(line.split(' ')).unwrap().check();
         for (line, why) in [
             ("nowait-bench copy --seconds 2", "all but copy"),
-            ("nowait-bench images --file f", "all but copy, images and isolation"),
-            ("nowait-bench isolation --file f", "all but copy, images and isolation"),
+            ("nowait-bench images --file f", "all but copy, library, images and isolation"),
+            ("nowait-bench isolation --file f", "all but copy, library, images and isolation"),
+            ("nowait-bench library --file f", "all but copy, library, images and isolation"),
+            ("nowait-bench peers --size 16M", "an option of copy and library"),
+            ("nowait-bench copy --peers p", "an option of library"),
             ("nowait-bench simple --caching direct", "an option of peers"),
             (
                 "nowait-bench nowait --device /d --jobs 64 --depth 1024 --block-size 4K,1M",

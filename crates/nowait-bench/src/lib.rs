@@ -1,5 +1,5 @@
 //! Benchmarks: nowait compared with the other NBD servers of this host, each mechanism of the
-//! engine on against off, copies of disks by several programs, and a client beside neighbours that
+//! engine on against off, copies of disks by several programs, the library's files beside those of other runtimes, and a client beside neighbours that
 //! misbehave. No figure is reported without one to compare it with.
 //!
 //! For the program `nowait-bench`, and for its tests.
@@ -39,6 +39,7 @@ mod samples;
 mod measurement;
 mod peers;
 mod copying;
+mod library;
 mod isolation;
 mod ablation;
 
@@ -62,6 +63,7 @@ pub fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
     match bench.args.what {
         What::Peers | What::Images => peers::run(bench, out),
         What::Copy => copying::run(bench, out),
+        What::Library => library::run(bench, out),
         What::Isolation => isolation::run(bench, out),
         What::Nowait if !bench.args.device.is_empty() => ablation::run_devices(bench, out),
         _ => ablation::run(bench, out),

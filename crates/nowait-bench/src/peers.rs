@@ -72,7 +72,7 @@ fn workloads(args: &BenchArgs) -> Result<Vec<Workload>, Error> {
 }
 
 /// The items of `all` whose title contains `text`.
-fn only<T>(
+pub(crate) fn only<T>(
     text: Option<&str>,
     mut all: Vec<T>,
     title: impl Fn(&T) -> String,

@@ -5,7 +5,7 @@
 //! because part of the processor time of the others is spent later by the kernel.
 
 mod copy_case;
-mod timed;
+pub(crate) mod timed;
 mod copy_run;
 
 use std::io::Write;
