@@ -281,7 +281,7 @@ fn c26_appends_of_several_processes_are_each_in_one_piece() {
         let processes: Vec<_> = (1..=3)
             .map(|byte| {
                 let mut child = std::process::Command::new(std::env::current_exe().unwrap());
-                child.args(["--exact", "the_appending_process", "--nocapture"]);
+                child.args(["--exact", "files::the_appending_process", "--nocapture"]);
                 child.env(OTHER, format!("{byte} {}", path.display()));
                 nowait_testkit::ends_with_test(&mut child);
                 child.stdout(std::process::Stdio::piped()).spawn().unwrap()

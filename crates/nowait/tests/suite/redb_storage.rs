@@ -1,6 +1,6 @@
 //! redb on nowait: what a transaction has committed is there after a kill, all of it or nothing.
 
-#[path = "../examples/redb_storage.rs"]
+#[path = "../../examples/redb_storage.rs"]
 #[expect(dead_code, reason = "the test calls what its `main` calls")]
 mod redb_storage;
 
@@ -65,7 +65,7 @@ fn what_was_committed_is_there_after_a_kill() {
     let mut known = 0;
     for round in 1..=5 {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child_that_commits", "--nocapture"])
+            .args(["--exact", "redb_storage::child_that_commits", "--nocapture"])
             .env(CHILD, &path)
             .stdout(Stdio::piped())
             .spawn()

@@ -61,7 +61,7 @@ fn by_mapping(path: &Path, pos: u64, bytes: &[u8]) {
 fn by_process(path: &Path, pos: u64, bytes: &[u8], how: &str) {
     let what = format!("{how} {pos} {} {}", bytes[0], path.display());
     let mut child = Command::new(std::env::current_exe().unwrap());
-    child.args(["--exact", "the_other_process", "--nocapture"]).env(OTHER, what);
+    child.args(["--exact", "no_stale_bytes::the_other_process", "--nocapture"]).env(OTHER, what);
     let output = child.output().unwrap();
     assert!(output.status.success(), "{output:?}");
 }

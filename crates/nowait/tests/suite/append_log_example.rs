@@ -1,6 +1,6 @@
 //! The example of a log appends, lists and truncates.
 
-#[path = "../examples/append_log.rs"]
+#[path = "../../examples/append_log.rs"]
 #[expect(dead_code, reason = "the test calls what its `main` calls")]
 mod append_log;
 
