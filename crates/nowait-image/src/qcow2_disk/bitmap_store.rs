@@ -439,8 +439,8 @@ impl WriteGuard for BitmapStore {
 /// Clears the bits of `memory` from number `granules` on; `at` is the number of its first byte.
 fn clear_from(granules: u64, at: u64, memory: &mut [u8]) {
     let inside = granules.saturating_sub(at * 8);
-    let byte = usize::try_from(inside / 8).unwrap_or(usize::MAX);
-    for (slot, number) in memory.iter_mut().zip(0..).skip(byte) {
-        *slot &= if number == byte { !(u8::MAX << (inside % 8)) } else { 0 };
-    }
+    let Ok(byte) = usize::try_from(inside / 8) else { return };
+    let Some([first, rest @ ..]) = memory.get_mut(byte..) else { return };
+    *first &= !(u8::MAX << (inside % 8));
+    rest.fill(0);
 }

@@ -122,8 +122,8 @@ impl GranuleBits {
 
     /// The words from number `first` on, those of whole chunks filled in: as bits of a file, the lowest bit first.
     pub(super) fn snapshot(&self, first: u64) -> impl Iterator<Item = u64> {
-        let words = self.words.iter().zip(0..).skip(first as usize);
-        words.map(|(word, number): (&AtomicU64, u64)| {
+        let words = self.words.get(first as usize..).unwrap_or_default();
+        words.iter().zip(first..).map(|(word, number)| {
             let is_full = self.is_full(number * WORD / CHUNK);
             if is_full { u64::MAX } else { word.load(SeqCst) }
         })
@@ -228,6 +228,9 @@ mod tests {
             assert_eq!(bits.count(), model.iter().filter(|dirty| **dirty).count() as u64);
         }
         assert_eq!(dirty(&bits), model);
+        for first in [0, 1, CHUNK / WORD, ALL / WORD, ALL / WORD + 1] {
+            assert!(bits.snapshot(first).eq(bits.snapshot(0).skip(first as usize)), "from {first}");
+        }
     }
 
     #[test]
