@@ -125,7 +125,7 @@ pub struct NamedExport {
 /// # Errors
 /// A message for the user: a name is given twice, or cannot be derived from the file; the default image is one of several.
 pub fn named(given: &[ExportSpec]) -> Result<Vec<NamedExport>, String> {
-    let mut all: Vec<NamedExport> = Vec::new();
+    let (mut all, mut named) = (Vec::new(), HashMap::new());
     for ExportSpec { name, image, .. } in given {
         let Some(image) = image else {
             return match given {
@@ -138,8 +138,8 @@ pub fn named(given: &[ExportSpec]) -> Result<Vec<NamedExport>, String> {
             None if all.is_empty() => String::new(),
             None => file_name(image)?,
         };
-        if let Some(other) = all.iter().find(|other| other.name == name) {
-            let (one, two) = (other.image.display(), image.display());
+        if let Some(other) = named.insert(name.clone(), image) {
+            let (one, two) = (other.display(), image.display());
             return Err(format!("{one} and {two} have one name, '{name}' (give them NAME=)"));
         }
         all.push(NamedExport { name, image: image.clone() });

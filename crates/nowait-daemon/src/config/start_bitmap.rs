@@ -2,12 +2,13 @@
 //!
 //! Invariant: after `check`, each has an export and a name of its own there.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::str::FromStr;
 
 use nowait_server::BitmapSpec;
 
-use crate::config::export_spec::NamedExport;
+use crate::config::export_spec::{ExportIndices, NamedExport};
 use crate::size;
 
 /// A bitmap of the start.
@@ -50,10 +51,9 @@ impl StartBitmap {
     ///
     /// # Errors
     /// A message for the user: there is none of that name.
-    pub fn export_of(&self, exports: &[NamedExport]) -> Result<usize, String> {
+    pub fn export_of(&self, exports: &ExportIndices<'_>) -> Result<usize, String> {
         let Some(name) = &self.export else { return Ok(0) };
-        let found = exports.iter().position(|export| export.name == *name);
-        found.ok_or_else(|| format!("--bitmap {self}: no image has the name '{name}'"))
+        exports.get(name).ok_or_else(|| format!("--bitmap {self}: no image has the name '{name}'"))
     }
 }
 
@@ -62,13 +62,11 @@ impl StartBitmap {
 /// # Errors
 /// A message for the user.
 pub fn check(bitmaps: &[StartBitmap], exports: &[NamedExport]) -> Result<(), String> {
-    let mut known = Vec::new();
+    let (exports, mut known) = (ExportIndices::of(exports), HashSet::new());
     for bitmap in bitmaps {
-        let one = (bitmap.export_of(exports)?, &bitmap.name);
-        if known.contains(&one) {
+        if !known.insert((bitmap.export_of(&exports)?, &bitmap.name)) {
             return Err(format!("--bitmap {bitmap}: it is given twice"));
         }
-        known.push(one);
     }
     Ok(())
 }
@@ -102,7 +100,8 @@ mod tests {
         let bitmaps = texts.iter().map(|text| text.parse());
         let bitmaps: Vec<StartBitmap> = bitmaps.collect::<Result<_, _>>()?;
         check(&bitmaps, &exports)?;
-        let found = |it: &StartBitmap| Ok((it.export_of(&exports)?, it.spec().name));
+        let indices = ExportIndices::of(&exports);
+        let found = |it: &StartBitmap| Ok((it.export_of(&indices)?, it.spec().name));
         bitmaps.iter().map(found).collect()
     }
 

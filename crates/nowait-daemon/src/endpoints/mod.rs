@@ -17,7 +17,7 @@ use nowait_nbd::Address;
 use nowait_server::{AnyExport, Listener};
 
 use crate::config::ServeConfig;
-use crate::config::export_spec::NamedExport;
+use crate::config::export_spec::ExportIndices;
 use crate::config::start_bitmap::StartBitmap;
 use crate::devices::Devices;
 use crate::disks::default_image::{self, DefaultSocket};
@@ -154,7 +154,7 @@ pub(crate) fn exports_of(
 ) -> Result<Vec<AnyExport>, CliError> {
     let mut bitmaps = vec![Vec::new(); all.len()];
     if !takes_over && !config.bitmap.is_empty() {
-        let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
+        let named = ExportIndices::of(all.iter().map(|opened| &opened.named));
         for bitmap in &config.bitmap {
             let at = bitmap.export_of(&named).map_err(CliError::new)?;
             bitmaps.get_mut(at).into_iter().for_each(|its| its.push(bitmap));
