@@ -93,7 +93,11 @@ pub(crate) const COMMANDS: &[(&[&str], &str)] = &[
         &["snapshot"],
         "'nowait export snapshot NAME IMAGE' makes one of an export; of other images qemu-img does",
     ),
-    (&["amend", "bitmap", "compare", "measure", "rebase"], "qemu-img has it"),
+    (
+        &["bitmap"],
+        "'nowait export bitmap add EXPORT NAME' of a running server; for other images qemu-img has it",
+    ),
+    (&["amend", "compare", "measure", "rebase"], "qemu-img has it"),
 ];
 
 /// QEMU's words for `--cache`, and what does it here.

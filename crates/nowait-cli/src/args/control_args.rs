@@ -353,7 +353,7 @@ pub(crate) enum BitmapAction {
         #[arg(value_parser = parse_name)]
         bitmap: String,
         /// The bytes that a bit stands for, a power of two from 512 to 64M; 64K without it
-        #[arg(long, value_name = "SIZE", value_parser = parse_granularity)]
+        #[arg(short, long, value_name = "SIZE", value_parser = parse_granularity)]
         granularity: Option<u64>,
         /// Record nothing until 'enable'
         #[arg(long)]

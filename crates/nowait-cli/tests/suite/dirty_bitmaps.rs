@@ -38,7 +38,7 @@ fn bitmaps_are_added_listed_cleared_merged_disabled_and_removed_by_commands() {
     client.write(0, &[1; 4096]).expect("a write before there is a bitmap");
     assert_eq!(listed(&it), json!([]));
     change(&it, "add", &["a"]);
-    change(&it, "add", &["b", "--granularity", "4K", "--disabled"]);
+    change(&it, "add", &["b", "-g", "4K", "--disabled"]);
     client.write(MIB, &[1; 4096]).expect("a write");
     client.read(2 * MIB, 4096).expect("a read changes nothing");
     assert_eq!(listed(&it), json!([bitmap("a", USUAL, true, USUAL), bitmap("b", 4096, false, 0)]));

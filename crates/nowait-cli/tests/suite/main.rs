@@ -64,6 +64,7 @@ mod panics;
 mod polling;
 mod qcow2;
 mod qcow2_features;
+mod qemu_bitmaps;
 mod reachable_files;
 mod read_only_images;
 mod replications;
