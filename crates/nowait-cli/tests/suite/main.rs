@@ -52,6 +52,7 @@ mod hipri;
 mod io_flusher;
 mod io_pressure;
 mod killed_server;
+mod libnbd_backups;
 mod lifetime;
 mod limits;
 mod log_messages;
