@@ -2,8 +2,10 @@
 //! process write beside it, by each API on each file system.
 
 use std::path::Path;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::{Context, Poll, Waker};
 
 use nowait::{
     AsyncFile, BlockDevice, BlockingFile, ByteRange, Flags, IoBuffer, LocalAsyncFile, LocalDriver,
@@ -83,6 +85,33 @@ fn scan(handles: &Handles, api: u64, reads: impl Iterator<Item = (u64, u64)>, si
         let expected: Vec<u8> = (pos..(pos + len).min(size)).map(byte_at).collect();
         assert!(handles.read(api, pos, len) == expected, "api {api}: {len} bytes at {pos}");
     }
+}
+
+/// A read that has ended with its first poll has made no way to another thread and back.
+#[test]
+fn a_read_of_async_file_ends_with_its_first_poll_where_its_bytes_are_in_memory() {
+    let directory = tempfile::tempdir_in(HERE).unwrap();
+    let (path, size) = (directory.path().join("data"), MIB);
+    file_of(size, &path);
+    let handles = Handles::open(&path);
+    let disk = handles.blocking.disk();
+    if !disk.is_direct() {
+        skip("no direct I/O for temporary files");
+        return;
+    }
+    let mut positions = (0..size).step_by(4096).cycle();
+    wait_until("a read that ends with its first poll", || {
+        let (pos, before) = (positions.next().unwrap(), disk.served_ahead());
+        let buffer = IoBuffer::zeroed(4096).unwrap();
+        let mut read = pin!(handles.shared.read_at(buffer, pos));
+        let polled = read.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+        let (is_ready, (done, buffer)) = match polled {
+            Poll::Ready(ended) => (true, ended),
+            Poll::Pending => (false, handles.driver.block_on(read)),
+        };
+        assert!(done == Ok(4096) && (pos..).zip(&*buffer).all(|(pos, &byte)| byte == byte_at(pos)));
+        is_ready && disk.served_ahead() == before + 4096
+    });
 }
 
 #[test]

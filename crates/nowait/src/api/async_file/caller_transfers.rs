@@ -1,5 +1,6 @@
 //! Transfers that the callers of the async API submit themselves, by Linux AIO: at low depth a request then costs one hop
 //! between threads, from the driver that reaps it to its task, or none if the device completes it while it is submitted.
+//! Reads whose bytes were read ahead end here, too.
 //!
 //! Invariant: the kernel has the only pointer to a `CallerTransfer` from its submission until it is drained; it holds
 //! the memory (C45), and its file, so that no driver ends before. `in_flight` counts them, and is raised only while the
@@ -14,9 +15,13 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::api::async_file::AsyncFileInner;
 use crate::api::async_file::async_request::AsyncRequest;
+use crate::block::device::ReadAhead;
 use crate::block::range_lock::LockMode;
 use crate::engine::simple_path::Verdict;
 use crate::queue::linux_aio::Aio;
+use crate::read_ahead::ahead_reads::Served;
+use crate::types::io_cursor::ReadCursor;
+use crate::types::iovec::IoSegment;
 use crate::types::request::{Flags, Op, Request};
 use crate::types::token::Token;
 use crate::types::transfer::{Outcome, Transfer, UNREGISTERED};
@@ -192,6 +197,13 @@ impl AsyncFileInner {
     /// Submits a request from the thread of its task, if one transfer serves it, the file has no more requests than a
     /// few, and the kernel does not wait for it. Those that have completed are ended.
     pub(crate) fn submit(self: &Arc<Self>, request: AsyncRequest) -> Attempt {
+        let request = match self.disk.read_ahead() {
+            Some(ahead) => match self.serve_ahead(ahead, request) {
+                Some(request) => request,
+                None => return Attempt::Submitted,
+            },
+            None => request,
+        };
         let Some(callers) = &self.channel.callers else { return Attempt::Refused(request) };
         let io = request.io;
         let is_refused = !self.has_room()
@@ -240,6 +252,24 @@ impl AsyncFileInner {
         callers.end();
         self.unlock(io);
         Attempt::Refused(request)
+    }
+
+    /// Ends a read whose bytes are in memory; else it is given back. The engine takes note of one that it gets.
+    fn serve_ahead(&self, ahead: &ReadAhead, mut request: AsyncRequest) -> Option<AsyncRequest> {
+        let (range, len) = (request.io.range, request.buffer.len());
+        let is_one = request.io.op == Op::Read && len as u64 == range.len;
+        if !is_one || self.channel.open_files().is_none() {
+            return Some(request);
+        }
+        let segments = [IoSegment { base: request.buffer.as_mut_ptr(), len }];
+        // SAFETY: the buffer is as long, and is not touched while the cursor lives.
+        let mut memory = unsafe { ReadCursor::new(&segments, 0, range.len) };
+        if ahead.serve(range, &mut memory, true) != Served::All {
+            return Some(request);
+        }
+        ahead.note(range, self.disk.limit());
+        request.sender.complete((Ok(len), request.buffer));
+        None
     }
 
     /// Whether the file has no more transfers in flight than callers may have.

@@ -48,7 +48,7 @@ use channel::Channel;
 ///
 /// A lone request is submitted by the thread of its task, if it is aligned and the file does direct I/O and takes
 /// `RWF_NOWAIT`: it costs one hop between threads, or none if the device answers while it is submitted. Of several in
-/// flight each costs two, which they share. Each costs two allocations. Tasks of one thread spare hops and allocations
+/// flight each costs two, which they share. A read whose bytes were read ahead costs none. Each costs two allocations. Tasks of one thread spare hops and allocations
 /// with [`LocalAsyncFile`](crate::LocalAsyncFile).
 ///
 /// A request is sent by the first poll of its future. **Dropping a future is always safe.** If it
