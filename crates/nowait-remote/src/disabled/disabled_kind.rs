@@ -6,10 +6,9 @@ use std::convert::Infallible;
 use std::fmt;
 use std::io::{IoSlice, IoSliceMut};
 use std::marker::PhantomData;
-use std::os::fd::BorrowedFd;
 use std::str::FromStr;
 
-use nowait::{ByteRange, Error, ExtentStatus, Flags, Storage, StorageProperties};
+use nowait::{Error, Flags, Storage, StorageProperties};
 
 /// A kind of storages.
 pub trait DisabledKind: Clone + fmt::Debug + PartialEq + Eq + Send + Sync {
@@ -70,26 +69,6 @@ impl<K: DisabledKind> Storage for DisabledStorage<K> {
     }
 
     fn sync(&self) -> Result<(), Error> {
-        match self.0 {}
-    }
-
-    fn punch(&self, _: ByteRange) -> Result<(), Error> {
-        match self.0 {}
-    }
-
-    fn zero(&self, _: ByteRange) -> Result<(), Error> {
-        match self.0 {}
-    }
-
-    fn set_len(&self, _: u64) -> Result<(), Error> {
-        match self.0 {}
-    }
-
-    fn extents(&self, _: ByteRange, _: usize, _: &mut Vec<ExtentStatus>) -> Result<(), Error> {
-        match self.0 {}
-    }
-
-    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         match self.0 {}
     }
 }

@@ -4,7 +4,6 @@
 //! and the thread uses no connection to an export that lacks them.
 
 use std::io::{IoSlice, IoSliceMut, Read};
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -249,10 +248,6 @@ impl Storage for NbdStorage {
         // The server answers for few bytes at a time: the rest counts as data.
         extents.push(ExtentStatus::top(range.end() - pos, false));
         Ok(())
-    }
-
-    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        None
     }
 
     fn transfers(&self) -> Option<Arc<dyn AsyncTransfers>> {

@@ -3,15 +3,14 @@
 //! Invariant: a call waits for its own read only; size and version are those of the first answer.
 
 use std::io::{IoSlice, IoSliceMut, Read};
-use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use nowait::{
-    Alignment, AsyncTransfers, ByteRange, Error, ExtentStatus, Flags, Operation, PendingTransfer,
-    Storage, StorageProperties,
+    Alignment, AsyncTransfers, ByteRange, Error, Flags, Operation, PendingTransfer, Storage,
+    StorageProperties,
 };
 use tokio::runtime::Builder;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -211,14 +210,11 @@ impl Storage for ObjectStorage {
 
     fn properties(&self) -> StorageProperties {
         StorageProperties {
-            align: Alignment::NONE,
             read_only: true,
-            nowait: false,
-            punch_hole: false,
             // Its bytes may be a guest's, and its size is not ours to change.
             device: true,
-            zeroing_block: 1,
             shares_syncs: false,
+            ..StorageProperties::new(Alignment::NONE)
         }
     }
 
@@ -260,21 +256,6 @@ impl Storage for ObjectStorage {
 
     fn set_len(&self, _: u64) -> Result<(), Error> {
         Err(read_only(Operation::Write))
-    }
-
-    /// All of it is data: a store knows no holes.
-    fn extents(
-        &self,
-        range: ByteRange,
-        _: usize,
-        extents: &mut Vec<ExtentStatus>,
-    ) -> Result<(), Error> {
-        extents.push(ExtentStatus::top(range.len, false));
-        Ok(())
-    }
-
-    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        None
     }
 
     fn transfers(&self) -> Option<Arc<dyn AsyncTransfers>> {

@@ -4,7 +4,6 @@
 //! written before.
 
 use std::io::{IoSlice, IoSliceMut};
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -79,15 +78,13 @@ impl RbdStorage {
 impl Storage for RbdStorage {
     fn properties(&self) -> StorageProperties {
         StorageProperties {
-            align: Alignment { memory: 1, offset: 1, read_offset: 1 },
             read_only: self.read_only,
-            nowait: false,
             punch_hole: !self.read_only,
             // Its bytes may be a guest's, and its size is not ours to change.
             device: true,
-            zeroing_block: 1,
             // A durable write is a write and a flush.
             shares_syncs: true,
+            ..StorageProperties::new(Alignment { memory: 1, offset: 1, read_offset: 1 })
         }
     }
 
@@ -178,10 +175,6 @@ impl Storage for RbdStorage {
         found.map_err(|errno| Error::new(errno, Operation::Status).at(range))?;
         push(range.end(), true);
         Ok(())
-    }
-
-    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        None
     }
 
     fn transfers(&self) -> Option<Arc<dyn AsyncTransfers>> {

@@ -5,7 +5,6 @@
 
 use std::collections::BTreeMap;
 use std::io::{IoSlice, IoSliceMut};
-use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -292,9 +291,5 @@ impl Storage for ProcessFile {
         extents: &mut Vec<ExtentStatus>,
     ) -> Result<(), Error> {
         self.alive()?.extents(range, limit, extents)
-    }
-
-    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        None
     }
 }

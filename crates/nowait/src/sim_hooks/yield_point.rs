@@ -1,9 +1,7 @@
 //! Yield points: where a thread would sleep or wait for a device, a simulation runs another task.
 //!
-//! Invariant: without the feature `sim`, and on threads without a simulation, a yield point does
-//! nothing: the caller has to sleep by itself.
+//! Invariant: on threads without a simulation a yield point does nothing: the caller has to sleep by itself.
 
-#[cfg(feature = "sim")]
 thread_local! {
     static YIELD: std::cell::Cell<Option<fn()>> = const { std::cell::Cell::new(None) };
     static WAKE_COUNT: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
@@ -11,20 +9,17 @@ thread_local! {
 
 /// Sets the function that is called on this thread in place of sleeping; `None` ends the
 /// simulation.
-#[cfg(feature = "sim")]
 pub fn set(run_others: Option<fn()>) {
     YIELD.set(run_others);
 }
 
 /// Whether a simulation runs on this thread.
-#[cfg(feature = "sim")]
 #[must_use]
 pub fn is_simulated() -> bool {
     YIELD.get().is_some()
 }
 
 /// Runs other tasks of the simulation, if there is one.
-#[cfg(feature = "sim")]
 pub fn yield_now() {
     if let Some(run_others) = YIELD.get() {
         run_others();
@@ -33,34 +28,12 @@ pub fn yield_now() {
 
 /// Counts a wake-up, in place of a write to the descriptor that the sleeping thread watches. False
 /// without a simulation: the caller has to write to the descriptor.
-#[cfg(feature = "sim")]
 pub(crate) fn notify() -> bool {
     WAKE_COUNT.set(WAKE_COUNT.get().wrapping_add(1));
     is_simulated()
 }
 
 /// Wake-ups that were counted on this thread.
-#[cfg(feature = "sim")]
 pub(crate) fn wake_count() -> u64 {
     WAKE_COUNT.get()
 }
-
-/// Always false.
-#[cfg(not(feature = "sim"))]
-#[inline(always)]
-pub(crate) const fn notify() -> bool {
-    false
-}
-
-/// Always false.
-#[cfg(not(feature = "sim"))]
-#[inline(always)]
-#[must_use]
-pub const fn is_simulated() -> bool {
-    false
-}
-
-/// Does nothing.
-#[cfg(not(feature = "sim"))]
-#[inline(always)]
-pub const fn yield_now() {}

@@ -95,13 +95,17 @@ pub trait Storage: Send + Sync {
     /// # Errors
     /// The errno of fallocate(2): `EOPNOTSUPP` where the storage cannot, `EINVAL` for parts of a
     /// [`StorageProperties::zeroing_block`].
-    fn punch(&self, range: ByteRange) -> Result<(), Error>;
+    fn punch(&self, range: ByteRange) -> Result<(), Error> {
+        Err(Error::new(libc::EOPNOTSUPP, Operation::Discard).at(range))
+    }
 
     /// Makes `range` read as zeros and keeps its storage allocated.
     ///
     /// # Errors
     /// Like [`Storage::punch`].
-    fn zero(&self, range: ByteRange) -> Result<(), Error>;
+    fn zero(&self, range: ByteRange) -> Result<(), Error> {
+        Err(Error::new(libc::EOPNOTSUPP, Operation::Zero).at(range))
+    }
 
     /// Allocates storage for the holes in `range`, which still read as zeros and are not data to
     /// [`Storage::extents`]. Other bytes and the size stay as they are. After an error some of them
@@ -133,23 +137,31 @@ pub trait Storage: Send + Sync {
     ///
     /// # Errors
     /// The errno of ftruncate(2): `EINVAL` for a storage of a fixed size.
-    fn set_len(&self, bytes: u64) -> Result<(), Error>;
+    fn set_len(&self, _bytes: u64) -> Result<(), Error> {
+        Err(Error::new(libc::EINVAL, Operation::Write))
+    }
 
-    /// Appends at most `limit` extents of `range`; they cover `range` unless the limit was reached.
+    /// Appends at most `limit` extents of `range`; they cover `range` unless the limit was reached. A storage that knows
+    /// no holes has one extent of data.
     ///
     /// # Errors
     /// The errno of lseek(2): `EINVAL` where the storage does not support the query, `EIO`.
     fn extents(
         &self,
         range: ByteRange,
-        limit: usize,
+        _limit: usize,
         extents: &mut Vec<ExtentStatus>,
-    ) -> Result<(), Error>;
+    ) -> Result<(), Error> {
+        extents.push(ExtentStatus::top(range.len, false));
+        Ok(())
+    }
 
     /// The descriptor by which a queue of the kernel reaches the storage. Without one, transfers go
     /// to [`Storage::transfers`], to a queue that was made for the storage, or to the worker threads
     /// ([`crate::Config::nowait_first`] off).
-    fn descriptor(&self) -> Option<BorrowedFd<'_>>;
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 
     /// The storage as one that makes transfers itself, on threads of its own, as one behind a network
     /// does; then it has no descriptor. A durable write needs no sync after it.
@@ -210,6 +222,22 @@ pub struct StorageProperties {
     /// through the cache of the one block device below (FUA), or shares a flush of it with others
     /// (block/blk-flush.c). Other file systems sync the file for each of them.
     pub shares_syncs: bool,
+}
+
+impl StorageProperties {
+    /// Those of a file that is written to by calls that wait, without holes: the others are changed in a copy.
+    #[must_use]
+    pub const fn new(align: Alignment) -> Self {
+        Self {
+            align,
+            read_only: false,
+            nowait: false,
+            punch_hole: false,
+            device: false,
+            zeroing_block: 1,
+            shares_syncs: true,
+        }
+    }
 }
 
 /// Space of a file, in bytes.

@@ -6,7 +6,6 @@
 #![allow(unsafe_code)]
 
 use std::io::{IoSlice, IoSliceMut};
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -232,10 +231,6 @@ impl Storage for SimStorage {
                 found => found.map(Some),
             }
         })
-    }
-
-    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        None
     }
 
     fn simulated(&self) -> Option<(Arc<SimDevice>, u16)> {

@@ -111,22 +111,15 @@ impl<J: WorkItem> FairQueue<J> {
         self.devices.update(index);
     }
 
-    /// Takes the queued jobs of the device `only`, or all, in order for each client. Visits all
-    /// clients.
-    pub(crate) fn drain(&mut self, only: Option<u64>) -> Vec<J> {
-        let devices = match only {
-            Some(id) => Vec::from_iter(self.devices.find(id)),
-            None => self.devices.all(),
-        };
+    /// Takes all queued jobs, in order for each client.
+    pub(crate) fn drain(&mut self) -> Vec<J> {
         let mut taken = Vec::new();
-        self.clients.retain(|&(index, _), client| {
-            if only.is_none() || devices.first() == Some(&index) {
-                taken.extend(client.items.drain(..));
-                client.listed = false;
-            }
-            client.running > 0 || !client.items.is_empty()
+        self.clients.retain(|_, client| {
+            taken.extend(client.items.drain(..));
+            client.listed = false;
+            client.running > 0
         });
-        for index in devices {
+        for index in self.devices.all() {
             self.devices[index].clients.clear();
             self.devices[index].queued = 0;
             self.devices.update(index);
@@ -155,6 +148,7 @@ impl<J: WorkItem> FairQueue<J> {
     }
 
     /// Runs of jobs of the device `id` that were taken and have not ended.
+    #[cfg(test)]
     pub(crate) fn running(&self, id: u64) -> usize {
         self.devices.find(id).map_or(0, |index| self.devices[index].running)
     }

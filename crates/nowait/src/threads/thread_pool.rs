@@ -141,8 +141,6 @@ struct Shared<J> {
     ready: Condvar,
     /// Wakes the watcher.
     watched: Condvar,
-    /// Wakes [`ThreadPool::close`] when a thread has ended.
-    ended: Condvar,
     run: Box<RunJobs<J>>,
     bounds: Bounds,
 }
@@ -201,7 +199,6 @@ impl<J: WorkItem> Shared<J> {
         self.wake_for_ready(jobs);
         if jobs.closed {
             self.watched.notify_all();
-            self.ended.notify_all();
         }
     }
 
@@ -276,9 +273,9 @@ impl<J: WorkItem> ThreadPool<J> {
             #[cfg(test)]
             refuse: false,
         });
-        let [ready, watched, ended] = [const { Condvar::new() }; 3];
+        let [ready, watched] = [const { Condvar::new() }; 2];
         let run = Box::new(run);
-        Self { shared: Arc::new(Shared { jobs, ready, watched, ended, run, bounds }) }
+        Self { shared: Arc::new(Shared { jobs, ready, watched, run, bounds }) }
     }
 
     /// Queues `jobs`. Runs them on the calling thread only if no thread at all can be started.
@@ -296,7 +293,7 @@ impl<J: WorkItem> ThreadPool<J> {
         }
         shared.start_missing(&mut state);
         if state.alive == 0 {
-            let orphans = state.queue.drain(None);
+            let orphans = state.queue.drain();
             drop(state);
             orphans.into_iter().for_each(|job| (shared.run)(&mut vec![job]));
             return;
@@ -320,33 +317,6 @@ impl<J: WorkItem> ThreadPool<J> {
             return by_hand.remove(at);
         }
         state.queue.remove(device, client, is_it)
-    }
-
-    /// Takes the queued jobs of `device`, in order for each client, for the caller to answer them;
-    /// and tells how many runs of its jobs have begun and not returned. For a device that is removed
-    /// while others go on. Costs as much as there are clients with jobs, in all devices.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for a pool that devices share"))]
-    pub(crate) fn close_device(&self, device: u64) -> (Vec<J>, usize) {
-        let mut state = self.shared.lock();
-        let queued = state.queue.drain(Some(device));
-        (queued, state.queue.running(device))
-    }
-
-    /// Runs the queued jobs for at most the time `patience`, and ends the threads. If all jobs have
-    /// ended by then, returns 0 and no jobs; else the number of threads whose jobs have not returned,
-    /// and the jobs that have not begun, for the caller to answer them. Those threads end after their
-    /// jobs, or with the process: neither this call nor the drop joins them. What they use, the
-    /// function that runs jobs among it, lives as long as they do. The caller pushes no more jobs.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for a pool that devices share"))]
-    pub(crate) fn close(&self, patience: Duration) -> (Vec<J>, usize) {
-        let mut state = self.shared.lock();
-        self.shared.set_closed(&mut state);
-        let waited = self.shared.ended.wait_timeout_while(state, patience, |jobs| jobs.alive > 0);
-        (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        if state.alive > 0 {
-            state.threads.clear();
-        }
-        (state.queue.drain(None), state.alive)
     }
 }
 

@@ -4,14 +4,13 @@
 //! in.
 
 use std::io::{IoSlice, IoSliceMut};
-use std::os::fd::BorrowedFd;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 
 use nowait::{
     Alignment, AsyncTransfers, BlockDevice, BlockMap, ByteRange, Config, Direct, Error, Extent,
-    ExtentStatus, FileStorage, Flags, Intent, IoQueue, Op, OpenOptions, Operation, PendingTransfer,
-    QueueKind, Request, SingleDisk, Storage, StorageProperties, WorkerPool, WouldBlock,
+    FileStorage, Flags, Intent, IoQueue, Op, OpenOptions, PendingTransfer, QueueKind, Request,
+    SingleDisk, Storage, StorageProperties, WorkerPool, WouldBlock,
 };
 use nowait_testkit::{BOUND, Random, seed};
 
@@ -72,15 +71,7 @@ impl Shared {
 
 impl Storage for ThreadStorage {
     fn properties(&self) -> StorageProperties {
-        StorageProperties {
-            align: Alignment::NONE,
-            read_only: false,
-            nowait: false,
-            punch_hole: false,
-            device: true,
-            zeroing_block: 1,
-            shares_syncs: true,
-        }
+        StorageProperties { device: true, ..StorageProperties::new(Alignment::NONE) }
     }
 
     fn size(&self) -> Result<u64, Error> {
@@ -104,26 +95,6 @@ impl Storage for ThreadStorage {
 
     fn sync(&self) -> Result<(), Error> {
         Ok(())
-    }
-
-    fn punch(&self, range: ByteRange) -> Result<(), Error> {
-        Err(Error::new(libc::EOPNOTSUPP, Operation::Discard).at(range))
-    }
-
-    fn zero(&self, range: ByteRange) -> Result<(), Error> {
-        Err(Error::new(libc::EOPNOTSUPP, Operation::Zero).at(range))
-    }
-
-    fn set_len(&self, _: u64) -> Result<(), Error> {
-        Err(Error::new(libc::EINVAL, Operation::Write))
-    }
-
-    fn extents(&self, _: ByteRange, _: usize, _: &mut Vec<ExtentStatus>) -> Result<(), Error> {
-        Err(Error::new(libc::EINVAL, Operation::Status))
-    }
-
-    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        None
     }
 
     fn transfers(&self) -> Option<Arc<dyn AsyncTransfers>> {

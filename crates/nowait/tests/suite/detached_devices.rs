@@ -7,15 +7,14 @@
 
 use std::cell::RefCell;
 use std::io::{IoSlice, IoSliceMut};
-use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use nowait::{
-    Alignment, BlockDevice, ByteRange, Config, DeviceHandle, Engine, Error, EventSource,
-    ExtentStatus, Flags, IoQueue, LinearMap, Null, Op, Outcome, QueueFile, QueueFull, Request,
-    Stats, Storage, StorageProperties, Token, Transfer, WorkerPool,
+    Alignment, BlockDevice, ByteRange, Config, DeviceHandle, Engine, Error, EventSource, Flags,
+    IoQueue, LinearMap, Null, Op, Outcome, QueueFile, QueueFull, Request, Stats, Storage,
+    StorageProperties, Token, Transfer, WorkerPool,
 };
 use nowait_testkit::WaitForRequests;
 
@@ -28,15 +27,8 @@ struct Willing;
 impl Storage for Willing {
     fn properties(&self) -> StorageProperties {
         let block = BLOCK as u32;
-        StorageProperties {
-            align: Alignment { memory: 512, offset: block, read_offset: block },
-            read_only: false,
-            nowait: true,
-            punch_hole: false,
-            device: false,
-            zeroing_block: 1,
-            shares_syncs: false,
-        }
+        let align = Alignment { memory: 512, offset: block, read_offset: block };
+        StorageProperties { nowait: true, shares_syncs: false, ..StorageProperties::new(align) }
     }
 
     fn size(&self) -> Result<u64, Error> {
@@ -53,26 +45,6 @@ impl Storage for Willing {
 
     fn sync(&self) -> Result<(), Error> {
         Ok(())
-    }
-
-    fn punch(&self, _: ByteRange) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn zero(&self, _: ByteRange) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn set_len(&self, _: u64) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn extents(&self, _: ByteRange, _: usize, _: &mut Vec<ExtentStatus>) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        None
     }
 }
 

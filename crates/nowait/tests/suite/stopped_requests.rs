@@ -9,9 +9,8 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use nowait::{
-    AsyncFile, BlockDevice, ByteRange, Config, Engine, Error, ExtentStatus, Flags, IoBuffer,
-    LinearMap, LocalAsyncFile, LocalDriver, Op, OpenOptions, Request, Storage, StorageProperties,
-    WorkerPool,
+    AsyncFile, BlockDevice, ByteRange, Config, Engine, Error, Flags, IoBuffer, LinearMap,
+    LocalAsyncFile, LocalDriver, Op, OpenOptions, Request, Storage, StorageProperties, WorkerPool,
 };
 use nowait_testkit::{TestQueueKind, WaitForRequests};
 use std::io::{IoSlice, IoSliceMut, Write};
@@ -51,15 +50,7 @@ struct Gated(Arc<Gate>);
 
 impl Storage for Gated {
     fn properties(&self) -> StorageProperties {
-        StorageProperties {
-            align: nowait::Alignment::NONE,
-            read_only: false,
-            nowait: false,
-            punch_hole: false,
-            device: false,
-            zeroing_block: 1,
-            shares_syncs: true,
-        }
+        StorageProperties::new(nowait::Alignment::NONE)
     }
 
     fn size(&self) -> Result<u64, Error> {
@@ -79,32 +70,6 @@ impl Storage for Gated {
 
     fn sync(&self) -> Result<(), Error> {
         Ok(())
-    }
-
-    fn punch(&self, _range: ByteRange) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn zero(&self, _range: ByteRange) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn set_len(&self, _bytes: u64) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn extents(
-        &self,
-        range: ByteRange,
-        _limit: usize,
-        extents: &mut Vec<ExtentStatus>,
-    ) -> Result<(), Error> {
-        extents.push(ExtentStatus::top(range.len, false));
-        Ok(())
-    }
-
-    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        None
     }
 }
 
@@ -332,7 +297,7 @@ struct Piped(std::io::PipeReader);
 
 impl Storage for Piped {
     fn properties(&self) -> StorageProperties {
-        Gated(Arc::default()).properties()
+        StorageProperties::new(nowait::Alignment::NONE)
     }
 
     fn size(&self) -> Result<u64, Error> {
@@ -349,27 +314,6 @@ impl Storage for Piped {
 
     fn sync(&self) -> Result<(), Error> {
         Ok(())
-    }
-
-    fn punch(&self, _range: ByteRange) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn zero(&self, _range: ByteRange) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn set_len(&self, _bytes: u64) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn extents(
-        &self,
-        range: ByteRange,
-        limit: usize,
-        extents: &mut Vec<ExtentStatus>,
-    ) -> Result<(), Error> {
-        Gated(Arc::default()).extents(range, limit, extents)
     }
 
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {

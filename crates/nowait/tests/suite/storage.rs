@@ -3,13 +3,12 @@
 #![allow(unsafe_code)]
 
 use std::io::{IoSlice, IoSliceMut};
-use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use nowait::{
-    AioThreadQueue, Alignment, BlockDevice, BlockingFile, ByteRange, Config, Error, ExtentStatus,
-    Flags, IoBuffer, IoSegment, LinearMap, Null, Op, OpenOptions, Operation, ReadCursor, Request,
+    AioThreadQueue, Alignment, BlockDevice, BlockingFile, ByteRange, Config, Error, Flags,
+    IoBuffer, IoSegment, LinearMap, Null, Op, OpenOptions, Operation, ReadCursor, Request,
     SingleDisk, Storage, StorageProperties, WorkerPool, WriteCursor,
 };
 
@@ -68,15 +67,8 @@ fn is_aligned(slice: &[u8]) -> bool {
 
 impl Storage for MemoryStorage {
     fn properties(&self) -> StorageProperties {
-        StorageProperties {
-            align: Alignment { memory: 512, offset: BLOCK as u32, read_offset: BLOCK as u32 },
-            read_only: false,
-            nowait: false,
-            punch_hole: false,
-            device: false,
-            zeroing_block: 1,
-            shares_syncs: true,
-        }
+        let block = BLOCK as u32;
+        StorageProperties::new(Alignment { memory: 512, offset: block, read_offset: block })
     }
 
     fn size(&self) -> Result<u64, Error> {
@@ -125,26 +117,6 @@ impl Storage for MemoryStorage {
 
     fn sync(&self) -> Result<(), Error> {
         Ok(())
-    }
-
-    fn punch(&self, _: ByteRange) -> Result<(), Error> {
-        Err(Error::new(libc::EOPNOTSUPP, Operation::Discard))
-    }
-
-    fn zero(&self, _: ByteRange) -> Result<(), Error> {
-        Err(Error::new(libc::EOPNOTSUPP, Operation::Zero))
-    }
-
-    fn set_len(&self, _: u64) -> Result<(), Error> {
-        Err(Error::new(libc::EINVAL, Operation::Write))
-    }
-
-    fn extents(&self, _: ByteRange, _: usize, _: &mut Vec<ExtentStatus>) -> Result<(), Error> {
-        Err(Error::new(libc::EINVAL, Operation::Status))
-    }
-
-    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        None
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, channel};
+use std::sync::mpsc::{Receiver, channel};
 
 /// A bound of waits, far beyond what they take.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -438,65 +438,6 @@ fn a_thread_that_was_refused_starts_later_without_another_job() {
     tested.wait_until(|state| state.tick > tick + 3);
     tested.lock().refuse = false;
     assert_eq!(tested.ended(), [21]);
-}
-
-#[test]
-fn a_device_is_closed_while_its_jobs_hang_and_others_go_on() {
-    let tested = Tested::new(soon_stuck(4));
-    tested.pool.push(hanging(1, 5));
-    tested.begun::<3>();
-    tested.pool.push((10..13).map(|number| job(1, number)));
-    let (queued, running) = tested.pool.close_device(1);
-    let mut numbers: Vec<usize> = queued.iter().map(|job| job.number).collect();
-    numbers.sort_unstable();
-    assert_eq!((numbers, running), (vec![3, 4, 10, 11, 12], 3));
-    tested.pool.push([job(2, 20)]);
-    assert_eq!(tested.ended(), [20]);
-    tested.gate.0.open();
-    tested.ended::<3>();
-    tested.wait_until(|state| state.idle == state.alive);
-    let (queued, running) = tested.pool.close_device(1);
-    assert!(queued.is_empty() && running == 0);
-    // Another device with this number begins afresh.
-    tested.pool.push([job(1, 30)]);
-    assert_eq!(tested.ended(), [30]);
-}
-
-#[test]
-fn closing_a_pool_runs_its_jobs_and_ends_its_threads() {
-    for bounds in [soon_stuck(2), never_stuck(2), Bounds::of_one_device(2)] {
-        let tested = Tested::new(bounds);
-        tested.pool.push((0..100).map(|n| job(n as u64 % 7, n)));
-        let (left, running) = tested.pool.close(PATIENCE);
-        assert!(left.is_empty() && running == 0);
-        assert_eq!((tested.ended.try_iter().count(), tested.lock().alive), (100, 0));
-    }
-}
-
-#[test]
-fn a_pool_with_a_job_that_hangs_can_be_closed_and_dropped() {
-    for bounds in [soon_stuck(1), never_stuck(1), Bounds::of_one_device(1)] {
-        let tested = Tested::new(bounds);
-        tested.pool.push(hanging(1, 1));
-        assert_eq!(tested.begun(), [0]);
-        tested.pool.push([job(1, 11), job(1, 12), job(2, 20)]);
-        let is_replaced = bounds.stuck.is_some_and(|stuck| stuck < NEVER);
-        let expected = if is_replaced { vec![11, 12] } else { vec![11, 12, 20] };
-        if is_replaced {
-            assert_eq!(tested.ended(), [20]);
-        }
-        let (left, running) = tested.pool.close(Duration::from_millis(1));
-        let mut left: Vec<usize> = left.iter().map(|job| job.number).collect();
-        left.sort_unstable();
-        assert_eq!((left, running > 0), (expected, true));
-        let Tested { gate, ended, pool, .. } = tested;
-        drop(pool);
-        assert_eq!(ended.try_recv(), Err(TryRecvError::Empty));
-        gate.0.open();
-        // The job that hung ends its thread, and with it all that the pool had.
-        assert_eq!(ended.recv_timeout(PATIENCE).unwrap().number, 0);
-        assert_eq!(ended.recv_timeout(PATIENCE), Err(RecvTimeoutError::Disconnected));
-    }
 }
 
 #[test]
