@@ -12,7 +12,6 @@ pub(crate) mod info_args;
 pub(crate) mod copy_args;
 pub(crate) mod backup_args;
 pub(crate) mod change_args;
-mod switch;
 mod address_args;
 pub(crate) mod bench_args;
 pub(crate) mod control_args;

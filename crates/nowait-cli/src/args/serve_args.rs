@@ -4,8 +4,8 @@
 
 use std::path::PathBuf;
 
+use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
-use clap::{Args, ValueEnum};
 use nowait_server::BlockSize;
 
 use crate::args::address_args::AddressArgs;
@@ -17,7 +17,6 @@ use crate::args::lifetime_args::LifetimeArgs;
 use crate::args::message_args::MessageArgs;
 use crate::args::remote_args::RemoteArgs;
 use crate::args::sandbox_args::SandboxArgs;
-use crate::args::switch::Switch;
 use crate::args::tls_args::TlsArgs;
 use crate::args::ublk_args::UblkArgs;
 use crate::args::vhost_user_args::VhostUserArgs;
@@ -159,7 +158,7 @@ pub(crate) struct ServeArgs {
 
     /// Whether IMAGE is read and written past the page cache [default: auto]
     #[arg(help_heading = "Speed", long, value_name = "WHEN", value_enum)]
-    direct: Option<Direct>,
+    direct: Option<choices::Direct>,
 
     /// Serve a block device for writing though it is mounted, or something else uses it
     ///
@@ -205,7 +204,7 @@ pub(crate) struct ServeArgs {
     ///
     /// Without it: uring, or threads (with a warning) where the system forbids io_uring.
     #[arg(help_heading = "Speed", long, value_name = "QUEUE", value_enum)]
-    queue: Option<QueueKind>,
+    queue: Option<choices::QueueChoice>,
 
     /// Poll the device for the completion of each request, instead of sleeping until its interrupt comes
     ///
@@ -226,7 +225,7 @@ pub(crate) struct ServeArgs {
 
     /// Turn mechanisms off, for measuring what each is worth; results stay the same
     #[arg(help_heading = "Speed", long, value_name = "SWITCH", value_enum, value_delimiter = ',')]
-    off: Vec<Switch>,
+    off: Vec<choices::Mechanism>,
 
     /// For qemu-nbd's sake; a server tells in any case which image of a chain has what
     #[arg(short = 'A', long, hide = true)]
@@ -273,16 +272,16 @@ impl ServeArgs {
         remote.put_over(config);
         config.read_only |= read_only;
         config.block_size = block_size.or(config.block_size);
-        config.direct = direct.map_or(config.direct, Into::into);
+        config.direct = direct.unwrap_or(config.direct);
         config.allow_mounted |= allow_mounted;
         config.io_flusher |= io_flusher;
         config.threads = threads.or(config.threads);
         config.max_connections = max_connections.unwrap_or(config.max_connections);
-        config.queue = queue.map(Into::into).or(config.queue);
+        config.queue = queue.or(config.queue);
         config.poll |= poll;
         config.json |= json;
         config.verbose |= verbose;
-        config.off.extend(off.iter().copied().map(choices::Mechanism::from));
+        config.off.extend(off);
         Ok(())
     }
 }
@@ -309,43 +308,4 @@ fn put_exports(
     first.name = name.cloned().or(first.name.take());
     first.description = description.cloned().or(first.description.take());
     Ok(())
-}
-
-/// The values of `--direct`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Direct {
-    /// Always; an image whose file system cannot is refused
-    On,
-    /// Never: through the page cache
-    Off,
-    /// Where the file system can, else through the page cache with a warning
-    Auto,
-}
-
-/// The values of `--queue`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum QueueKind {
-    /// io_uring: many requests in one system call
-    Uring,
-    /// Linux AIO, and plain reads and writes by a bounded number of threads; works everywhere
-    Threads,
-}
-
-impl From<Direct> for choices::Direct {
-    fn from(direct: Direct) -> Self {
-        match direct {
-            Direct::On => Self::On,
-            Direct::Off => Self::Off,
-            Direct::Auto => Self::Auto,
-        }
-    }
-}
-
-impl From<QueueKind> for choices::QueueChoice {
-    fn from(queue: QueueKind) -> Self {
-        match queue {
-            QueueKind::Uring => Self::Uring,
-            QueueKind::Threads => Self::Threads,
-        }
-    }
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 
 use nowait_daemon::config::ServeConfig;
 use nowait_daemon::config::choices::TlsChoice;
@@ -15,7 +15,7 @@ pub(crate) struct TlsArgs {
     ///
     /// Without it: require where --tls-certs is given, else off.
     #[arg(long, value_name = "WHEN", value_enum)]
-    tls: Option<TlsWhen>,
+    tls: Option<TlsChoice>,
 
     /// Encrypt connections, with the certificate and key in DIR
     ///
@@ -35,31 +35,11 @@ pub(crate) struct TlsArgs {
     tls_verify_peer: bool,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum TlsWhen {
-    /// Never
-    Off,
-    /// Where the client asks for it
-    On,
-    /// Always; a client without TLS gets nothing
-    Require,
-}
-
-impl From<TlsWhen> for TlsChoice {
-    fn from(when: TlsWhen) -> Self {
-        match when {
-            TlsWhen::Off => Self::Off,
-            TlsWhen::On => Self::On,
-            TlsWhen::Require => Self::Require,
-        }
-    }
-}
-
 impl TlsArgs {
     /// Puts what is given over `config`.
     pub(crate) fn put_over(&self, config: &mut ServeConfig) {
         let Self { tls, tls_certs, tls_verify_peer } = self;
-        config.tls = tls.map(Into::into).or(config.tls);
+        config.tls = tls.or(config.tls);
         config.tls_certs = tls_certs.clone().or(config.tls_certs.take());
         config.tls_verify_peer |= tls_verify_peer;
     }

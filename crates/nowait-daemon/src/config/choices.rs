@@ -11,6 +11,7 @@ use crate::sandbox::Mode;
 /// Whether images are read and written past the page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Direct {
     /// Always; an image whose file system cannot is refused.
     On,
@@ -34,16 +35,18 @@ impl From<Direct> for nowait::Direct {
 /// How requests get to the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum QueueChoice {
-    /// io_uring.
+    /// io_uring: many requests in one system call.
     Uring,
-    /// Linux AIO and threads.
+    /// Linux AIO, and plain reads and writes by a bounded number of threads; works everywhere.
     Threads,
 }
 
 /// Whether connections are encrypted by TLS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum TlsChoice {
     /// Never.
     Off,
@@ -56,13 +59,14 @@ pub enum TlsChoice {
 /// Whether the server confines itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum SandboxChoice {
     /// Confined as far as the kernel can do it.
     #[default]
     Auto,
-    /// Or nothing is served.
+    /// Or nothing is served: the kernel has to have landlock and seccomp.
     On,
-    /// Not at all.
+    /// Not at all, for debuggers and profilers.
     Off,
 }
 
@@ -80,6 +84,7 @@ impl SandboxChoice {
 /// A mechanism of the engine, of a disk, or of a frontend, that can be turned off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Mechanism {
     /// The short way of a request that is one transfer.
     Simple,
@@ -97,11 +102,11 @@ pub enum Mechanism {
     BackOff,
     /// Remembering which ranges of the image hold data.
     Hint,
-    /// Making writes with FUA durable together.
+    /// Making writes with FUA durable together where the kernel would sync for each.
     GroupSyncs,
-    /// Allocating storage behind sequential writes into holes.
+    /// Allocating storage behind sequential writes into holes of a raw image.
     AllocateAhead,
-    /// Moving data between storage and the users of a ublk node without a copy.
+    /// Moving data between storage and the users of a --ublk node without a copy.
     ZeroCopy,
 }
 
