@@ -7,6 +7,7 @@
 //! client.
 
 use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
@@ -47,9 +48,16 @@ pub(crate) struct ConnectOptions<'a> {
     pub(crate) export: &'static str,
     /// The certificates to verify the server with, if TLS is used.
     pub(crate) certificates: Option<&'a Certificates>,
+    /// Whether errors count as answers.
+    pub(crate) takes_errors: bool,
 }
 
-impl ConnectOptions<'_> {
+impl<'a> ConnectOptions<'a> {
+    /// Those of a connection without TLS, whose requests succeed.
+    pub(crate) const fn plain(address: &'a Address, export: &'static str) -> Self {
+        Self { address, export, certificates: None, takes_errors: false }
+    }
+
     /// Connects and negotiates; the next bytes are requests.
     fn open(&self) -> io::Result<(client::Connection, Export)> {
         let (wanted, timeout, receive_bytes) = (Wanted::default(), SILENCE_MAX, RECEIVE_BYTES);
@@ -103,10 +111,17 @@ impl Client {
                 }
                 let first = region.blocks() * index as u64 / connections as u64;
                 let offsets = Offsets::endless(workload.order, region, first);
-                Ok(Connection::new(nbd, Batch::new(workload), workload, offsets))
+                let takes_errors = connect_options.takes_errors;
+                Ok(Connection::new(nbd, workload, offsets, takes_errors))
             })
             .collect::<io::Result<_>>()?;
         Ok(Client { connections })
+    }
+
+    /// The socket of its only connection.
+    pub(crate) fn socket(&self) -> io::Result<OwnedFd> {
+        let first = self.connections.first().ok_or(io::ErrorKind::NotConnected)?;
+        first.nbd.as_fd().try_clone_to_owned()
     }
 
     /// Marks the connections that are readable. A single connection is not polled: its receive
@@ -192,16 +207,17 @@ struct Connection {
 impl Connection {
     fn new(
         nbd: client::Connection,
-        batch: Batch,
         workload: &Workload,
         offsets: Offsets,
+        takes_errors: bool,
     ) -> Connection {
         let data_bytes = match workload.direction {
             Direction::Read => workload.block_bytes as u64,
             Direction::Write => 0,
         };
         let (sent, free) = (vec![None; workload.depth], (0..workload.depth).rev().collect());
-        Connection { nbd, batch, slots: Slots { data_bytes, sent, free }, offsets }
+        let slots = Slots { data_bytes, takes_errors, sent, free };
+        Connection { nbd, batch: Batch::new(workload), slots, offsets }
     }
 
     fn in_flight(&self) -> usize {
@@ -238,6 +254,7 @@ impl Connection {
 struct Slots {
     /// The data of each reply.
     data_bytes: u64,
+    takes_errors: bool,
     /// For each slot the time when its request was sent; `None` if the slot is free.
     sent: Vec<Option<Instant>>,
     free: Vec<usize>,
@@ -256,6 +273,7 @@ impl Replies for Finished<'_> {
     fn simple(&mut self, _: u64, error: u32) -> Outcome<Option<(u64, u64)>> {
         match error {
             0 => Ok(Some((0, self.slots.data_bytes))),
+            _ if self.slots.takes_errors => Ok(None),
             error => Err(format!("the server answered a request with NBD error {error}")),
         }
     }

@@ -16,7 +16,7 @@ use crate::certificates::Certificates;
 use crate::client::{Client, ConnectOptions, Interval, Load, latency_histogram};
 use crate::cpus::Placement;
 use crate::error::Error;
-use crate::process_stats::{CpuTime, clock_ns, resident_bytes};
+use crate::process_stats::{clock_ns, process_ns, resident_bytes};
 use crate::samples::Sample;
 use crate::server::{Program, Server};
 use crate::test_file::Target;
@@ -97,7 +97,8 @@ impl<'a> Runner<'a> {
         let certificates = (terms.transport == Transport::Tls).then_some(&self.certificates);
         let mut connect = |workload: &Workload, connections| {
             server.when_ready(|address| {
-                let connect_options = ConnectOptions { address, export, certificates };
+                let connect_options =
+                    ConnectOptions { certificates, ..ConnectOptions::plain(address, export) };
                 Client::connect(&connect_options, workload, connections, target.bytes)
             })
         };
@@ -123,9 +124,9 @@ impl<'a> Runner<'a> {
         client.run_for(WARM_UP, &mut latencies_ns, self.stop)?;
         latencies_ns.reset();
 
-        let (server_before, client_before) = (CpuTime::read(server.pid())?, this_threads_ns());
+        let (server_before, client_before) = (process_ns(server.pid())?, this_threads_ns());
         let interval = client.run_for(self.duration, &mut latencies_ns, self.stop)?;
-        let (server_after, client_after) = (CpuTime::read(server.pid())?, this_threads_ns());
+        let (server_after, client_after) = (process_ns(server.pid())?, this_threads_ns());
         let resident = resident_bytes(server.pid())?;
         client.finish()?;
         if interval.requests == 0 {
@@ -138,7 +139,7 @@ impl<'a> Runner<'a> {
             iops: interval.per_second(),
             p50_us: latencies_ns.value_at_quantile(0.5) as f64 / NS_PER_US,
             p99_us: latencies_ns.value_at_quantile(0.99) as f64 / NS_PER_US,
-            server_cpu_us: server_after.since(&server_before) as f64 / NS_PER_US / requests,
+            server_cpu_us: server_after.saturating_sub(server_before) as f64 / NS_PER_US / requests,
             server_rss_mib: resident as f64 / BYTES_PER_MIB,
             client_busy: client_ns as f64 / NS_PER_SECOND as f64 / seconds,
             beside_mib_s: 0.0,

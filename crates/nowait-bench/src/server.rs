@@ -432,58 +432,31 @@ mod tests {
     }
 
     #[test]
-    fn servers_listen_on_a_port_in_tcp_tables_and_on_a_path_in_the_others() {
-        for kind in ServerKind::ALL {
+    fn each_server_gets_the_address_the_certificates_and_the_access_of_its_table() {
+        let read_only = ["--read-only", "-r", "writable=off", "-r"];
+        for (kind, read_only) in ServerKind::ALL.into_iter().zip(read_only) {
             for terms in Conditions::ALL.into_iter().filter(|terms| kind.has(terms.transport)) {
-                let given = arguments(kind, terms, Access::ReadOnly).join(" ".as_ref());
-                let given = given.to_string_lossy();
+                let given = |access| {
+                    let words = arguments(kind, terms, access).join(" ".as_ref());
+                    format!(" {} ", words.to_string_lossy())
+                };
+                let said = given(Access::ReadOnly);
+                let has = |text: &str| said.contains(text);
+                let vhost_user = terms.transport == Transport::VhostUser;
                 let tcp = terms.transport == Transport::Tcp;
-                assert_eq!(given.contains(&PORT.to_string()), tcp, "{given}");
-                assert_eq!(given.contains("/s"), !tcp, "{given}");
-            }
-        }
-    }
-
-    fn is_nbd(terms: &Conditions) -> bool {
-        terms.transport != Transport::VhostUser
-    }
-
-    #[test]
-    fn the_servers_of_vhost_user_get_the_socket_and_the_number_of_queues() {
-        let terms = Conditions { caching: Caching::Direct, transport: Transport::VhostUser };
-        for (kind, words) in [
-            (ServerKind::Nowait, &["--vhost-user /s /f", "--read-only"][..]),
-            (
-                ServerKind::QemuStorageDaemon,
-                &["type=vhost-user-blk,", "addr.path=/s,num-queues=2,writable=off"][..],
-            ),
-        ] {
-            let given = arguments(kind, terms, Access::ReadOnly).join(" ".as_ref());
-            let given = given.to_string_lossy();
-            assert!(words.iter().all(|word| given.contains(word)), "{given}");
-            assert!(!given.contains("nbd"), "{given}");
-        }
-    }
-
-    #[test]
-    fn a_read_only_file_is_served_read_only_by_every_server() {
-        let flags = ["--read-only", "-r", "type=nbd,id=e,node-name=f,name=f,writable=off", "-r"];
-        for (kind, flag) in ServerKind::ALL.into_iter().zip(flags) {
-            for terms in Conditions::ALL.into_iter().filter(is_nbd) {
-                let given = |access| arguments(kind, terms, access);
-                assert!(given(Access::ReadOnly).contains(&flag.into()), "{}", kind.name());
-                assert!(!given(Access::ReadWrite).contains(&flag.into()), "{}", kind.name());
-            }
-        }
-    }
-
-    #[test]
-    fn only_servers_in_tls_tables_get_certificates() {
-        for kind in ServerKind::ALL {
-            for terms in Conditions::ALL.into_iter().filter(is_nbd) {
-                let given = arguments(kind, terms, Access::ReadOnly);
-                let named = given.iter().any(|argument| argument.to_string_lossy().contains("/c"));
-                assert_eq!(named, terms.transport == Transport::Tls, "{} {terms}", kind.name());
+                assert_eq!((has(&PORT.to_string()), has("/s")), (tcp, !tcp), "{said}");
+                assert_eq!(has("/c"), terms.transport == Transport::Tls, "{said}");
+                if vhost_user {
+                    let words = match kind {
+                        ServerKind::Nowait => "--vhost-user /s /f",
+                        _ => {
+                            "type=vhost-user-blk,id=e,node-name=f,addr.type=unix,addr.path=/s,num-queues=2"
+                        }
+                    };
+                    assert!(has(words) && !has("nbd"), "{said}");
+                }
+                assert!(has(&format!("{read_only} ")), "{said}");
+                assert!(!given(Access::ReadWrite).contains(&format!("{read_only} ")), "{said}");
             }
         }
     }

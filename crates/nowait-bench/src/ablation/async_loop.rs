@@ -22,6 +22,9 @@ use crate::ablation::gain_table::Sample;
 use crate::offsets::Offsets;
 use crate::workload::{Direction, Workload};
 
+/// The output of a future: the number of bytes, and its buffer.
+pub(crate) type Answer = (Result<usize, Error>, IoBuffer);
+
 /// One of the async interfaces.
 #[derive(Clone, Copy)]
 pub(crate) enum AsyncApi {
@@ -50,7 +53,6 @@ pub(crate) fn run(
     let disk = fixture.cached_disk(fixture.path, OpenOptions::new())?;
     let workers = WorkerPool::default();
     let reads = load.direction == Direction::Read;
-    let buffer = |random: &mut Rng| filled(load.block_bytes, random);
     match api {
         AsyncApi::AnyThread => {
             let file = ring_tasks(disk, workers, config)?;
@@ -59,7 +61,7 @@ pub(crate) fn run(
                 false => Either::Right(file.write_at(buffer, pos, Flags::NONE)),
             };
             fixture.measure(load, true, |offsets, stop_condition| {
-                block_on(drive(load, offsets, stop_condition, buffer, transfer))
+                block_on(drive(load, offsets, stop_condition, transfer))
             })
         }
         AsyncApi::ThisThread => {
@@ -70,57 +72,26 @@ pub(crate) fn run(
                 false => Either::Right(file.write_at(buffer, pos, Flags::NONE)),
             };
             fixture.measure(load, true, |offsets, stop_condition| {
-                driver.block_on(drive(load, offsets, stop_condition, buffer, transfer))
+                driver.block_on(drive(load, offsets, stop_condition, transfer))
             })
         }
     }
 }
 
-/// Measures `load` with `segments` buffers in each request, by tasks of this thread.
-pub(crate) fn run_vectored(
-    fixture: &Fixture<'_>,
-    load: &Workload,
-    segments: usize,
-    config: Config,
-) -> io::Result<Sample> {
-    let disk = fixture.cached_disk(fixture.path, OpenOptions::new())?;
-    let driver = LocalDriver::new()?;
-    let file = ring_of_this_thread(disk, WorkerPool::default(), config)?;
-    let flags = if load.durable { Flags::DSYNC } else { Flags::NONE };
-    let transfer = |pos, buffers| match load.direction {
-        Direction::Read => Either::Left(file.read_vectored_at(buffers, pos)),
-        Direction::Write => Either::Right(file.write_vectored_at(buffers, pos, flags)),
-    };
-    let buffers = |random: &mut Rng| -> io::Result<Vec<IoBuffer>> {
-        (0..segments).map(|_| filled(load.block_bytes / segments, random)).collect()
-    };
-    fixture.measure(load, true, |offsets, stop_condition| {
-        driver.block_on(drive(load, offsets, stop_condition, buffers, transfer))
-    })
-}
-
-/// A buffer of bytes that cannot be compressed.
-fn filled(bytes: usize, random: &mut Rng) -> io::Result<IoBuffer> {
-    let mut buffer = IoBuffer::zeroed(bytes)?;
-    random.fill(&mut buffer);
-    Ok(buffer)
-}
-
-/// Keeps `load.depth` futures of `transfer` in flight, each with a `buffer` of its own, until `stop_condition` ends the
-/// loop or the offsets run out.
+/// Keeps `load.depth` futures of `transfer` in flight until `stop_condition` ends the loop or the
+/// offsets run out.
 ///
 /// # Errors
 /// The error of a transfer, a short one, or that there is no memory.
-async fn drive<B, F: Future<Output = (Result<usize, Error>, B)>>(
+async fn drive<F: Future<Output = Answer>>(
     load: &Workload,
     offsets: &mut Offsets,
     stop_condition: StopCondition<'_>,
-    buffer: impl Fn(&mut Rng) -> io::Result<B>,
-    transfer: impl Fn(u64, B) -> F,
+    transfer: impl Fn(u64, IoBuffer) -> F,
 ) -> io::Result<Interval> {
     let (offsets, is_over) = (RefCell::new(offsets), Cell::new(false));
     let interval = RefCell::new(stop_condition.begin());
-    let task = async |mut buffer: B| {
+    let task = async |mut buffer| {
         while !is_over.get() {
             let Some(pos) = offsets.borrow_mut().next() else { break };
             let begin = Instant::now();
@@ -144,7 +115,9 @@ async fn drive<B, F: Future<Output = (Result<usize, Error>, B)>>(
     let tasks = FuturesUnordered::new();
     let mut random = Rng::with_seed(load.block_bytes as u64);
     for _ in 0..load.depth {
-        tasks.push(task(buffer(&mut random)?));
+        let mut buffer = IoBuffer::zeroed(load.block_bytes)?;
+        random.fill(&mut buffer);
+        tasks.push(task(buffer));
     }
     tasks.try_collect::<()>().await?;
     let mut interval = interval.into_inner();
@@ -218,8 +191,7 @@ mod tests {
                 (Ok(bytes), buffer)
             }
         };
-        let buffer = |random: &mut Rng| filled(load.block_bytes, random);
-        let interval = block_on(drive(&load, &mut offsets, stop_condition, buffer, read));
+        let interval = block_on(drive(&load, &mut offsets, stop_condition, read));
         (interval, in_flight.get(), max_in_flight.get())
     }
 

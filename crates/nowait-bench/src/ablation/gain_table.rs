@@ -123,12 +123,6 @@ pub(crate) struct Table<'a> {
 }
 
 impl Table<'_> {
-    /// The titles of the variants.
-    pub(crate) fn variants(&self) -> Vec<&str> {
-        let first = self.rows.first();
-        first.map_or_else(Vec::new, |row| row.cells.iter().map(|it| it.key.name.as_str()).collect())
-    }
-
     /// The figure of a cell over the rounds.
     pub(crate) fn figure(&self, cell: &Cell<'_>) -> Option<MinMedianMax> {
         MinMedianMax::of(&cell.samples, |sample| match self.unit {

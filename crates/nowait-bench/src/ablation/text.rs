@@ -1,48 +1,22 @@
-//! A table as text: two variants side by side, more of them one below the other.
+//! A table as text: its rows, and the variants of each one below the other.
 //!
 //! Invariant: every variant that could not be measured is named with the reason.
 
-use crate::ablation::gain_table::{Cell, Row, Table, latency};
+use crate::ablation::gain_table::{Cell, Table, latency};
 use crate::table::{MinMedianMax, aligned, strings};
 
-/// Tables with more variants than this have one line for each variant.
-const COLUMNS_MAX: usize = 2;
 const LINE_CHARS: usize = 100;
 
 /// The table as text.
 pub(crate) fn text(table: &Table<'_>) -> String {
     let (what, unit) = (table.what.name(), table.unit.name());
     let mut text = format!("\n== {what}: {}, {unit} ==\n{}", table.title, wrapped(&table.note));
-    let is_narrow = table.variants().len() <= COLUMNS_MAX;
-    text += &aligned(&if is_narrow { beside(table) } else { below(table) });
+    text += &aligned(&lines(table));
     text.extend(table.reasons().iter().map(|line| format!("{line}\n")));
     text
 }
 
-fn beside(table: &Table<'_>) -> Vec<Vec<String>> {
-    let is_timed = table.rows.iter().flat_map(|row| &row.cells).any(|it| latency(it).is_some());
-    let mut titles = vec![String::new()];
-    for variant in table.variants() {
-        titles.extend(strings([variant, "low–high"]));
-        titles.extend(is_timed.then(|| "p99 µs".to_owned()));
-        titles.push("CPU ns".to_owned());
-    }
-    titles.extend(strings(["gain", "source"]));
-    let mut lines = vec![titles];
-    for row in &table.rows {
-        let mut line = vec![row.title.clone()];
-        for cell in &row.cells {
-            line.extend(figures(table, cell));
-            line.extend(is_timed.then(|| percentile(cell, 2)));
-            line.push(cpu(cell));
-        }
-        line.extend([gain(table, row, 1), source(row)]);
-        lines.push(line);
-    }
-    lines
-}
-
-fn below(table: &Table<'_>) -> Vec<Vec<String>> {
+fn lines(table: &Table<'_>) -> Vec<Vec<String>> {
     let unit = table.unit.name();
     let mut lines = vec![strings(["", "", unit, "low–high", "p50 µs", "p99 µs"])];
     lines[0].extend(strings(["CPU ns", "gain", "source"]));
@@ -52,7 +26,8 @@ fn below(table: &Table<'_>) -> Vec<Vec<String>> {
             let mut line = vec![first(row.title.clone()), cell.key.name.clone()];
             line.extend(figures(table, cell));
             line.extend([percentile(cell, 0), percentile(cell, 2), cpu(cell)]);
-            line.extend([gain(table, row, n), first(source(row))]);
+            line.push(table.gain(row, n).map_or_else(String::new, factor));
+            line.push(first(row.source.map_or("", |source| source.words).to_owned()));
             lines.push(line);
         }
     }
@@ -71,17 +46,9 @@ fn percentile(cell: &Cell<'_>, n: usize) -> String {
 }
 
 /// The processor time for a request.
-pub(crate) fn cpu(cell: &Cell<'_>) -> String {
+fn cpu(cell: &Cell<'_>) -> String {
     let figure = MinMedianMax::of(&cell.samples, |sample| sample.cpu_ns);
     figure.map_or_else(|| "–".to_owned(), |it| short(it.median))
-}
-
-fn gain(table: &Table<'_>, row: &Row<'_>, variant: usize) -> String {
-    table.gain(row, variant).map_or_else(String::new, factor)
-}
-
-fn source(row: &Row<'_>) -> String {
-    row.source.map_or("", |source| source.words).to_owned()
 }
 
 /// Wraps `text` to lines of at most `LINE_CHARS`, unless a word is longer.
@@ -100,12 +67,12 @@ fn wrapped(text: &str) -> String {
 }
 
 /// A gain in the form `1.16×`.
-pub(crate) fn factor(gain: f64) -> String {
+fn factor(gain: f64) -> String {
     if gain < 10.0 { format!("{gain:.2}×") } else { format!("{gain:.0}×") }
 }
 
 /// A figure with at least three digits.
-pub(crate) fn short(figure: f64) -> String {
+fn short(figure: f64) -> String {
     match figure {
         ..10.0 => format!("{figure:.2}"),
         10.0..100.0 => format!("{figure:.1}"),
@@ -121,15 +88,15 @@ mod tests {
     use crate::ablation::gain_table::examples::table;
 
     #[test]
-    fn two_variants_are_shown_side_by_side_with_gain_and_source() {
+    fn each_variant_is_a_line_with_its_gain_and_the_first_has_the_source() {
         let text = text(&table(&[("off", Some([100.0; 3])), ("on", Some([116.0; 3]))]));
-        let line =
-            text.lines().find(|line| line.starts_with("Engine, depth 1")).unwrap_or_default();
-        let words: Vec<&str> = line.split_whitespace().collect();
-        let expected = ["Engine,", "depth", "1", "100", "100–100", "40.0", "10.0M"];
-        assert_eq!(words[..7], expected, "{text}");
-        let on = ["116", "116–116", "40.0", "8621K", "1.16×", "+16", "%"];
-        assert_eq!(words[7..], on, "{text}");
+        let words = |name: &str| -> Vec<String> {
+            let line = text.lines().find(|line| line.contains(name)).unwrap_or_default();
+            line.split_whitespace().map(str::to_owned).collect()
+        };
+        let off = "Engine, depth 1 off 100 100–100 10.0 40.0 10.0M +16 %";
+        let on = "on 116 116–116 10.0 40.0 8621K 1.16×";
+        assert_eq!((words(" off ").join(" "), words(" on ").join(" ")), (off.into(), on.into()));
         assert!(text.contains("\na note\n"), "{text}");
     }
 

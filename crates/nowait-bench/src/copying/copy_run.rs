@@ -18,7 +18,7 @@ use rustix::fs::Advice;
 use crate::address;
 use crate::copying::copy_case::{Content, Copier, End, Route};
 use crate::copying::timed;
-use crate::process_stats::CpuTime;
+use crate::process_stats::process_ns;
 use crate::server::{Server, remove_if_there};
 
 const MIB: u64 = 1 << 20;
@@ -110,11 +110,11 @@ impl CopyRun<'_> {
         let (from, to) = (name(route.from, &source), name(route.to, &target));
         let mut command = copier.command(self.nowait, route, &from, &to);
         let used = |server: &Option<Server>| {
-            server.as_ref().map(|server| CpuTime::read(server.pid())).transpose()
+            server.as_ref().map(|server| process_ns(server.pid())).transpose()
         };
         let before = used(&server)?;
         let timed = timed::run(&mut command, &directory)?;
-        let server_ns = used(&server)?.zip(before).map(|(now, before)| now.since(&before));
+        let server_ns = used(&server)?.zip(before).map(|(now, before)| now.saturating_sub(before));
         if let Some(server) = server {
             server.stop()?;
         }

@@ -14,7 +14,6 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nowait::Uring;
-use nowait_nbd::Address;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -26,9 +25,8 @@ use crate::report::{Entry, Report, Reporter};
 use crate::server::Server;
 use crate::table::{aligned, ratio, strings};
 use crate::test_file::{put_random, temporary_directory};
-use crate::workload::{Direction, Order, Workload};
 use held_disk::{Answer, HeldDisk};
-use neighbour::{Neighbour, NeighbourClient};
+use neighbour::{Neighbour, NeighbourClient, READER};
 
 const WARM_UP: Duration = Duration::from_millis(200);
 /// Bytes of each disk.
@@ -38,16 +36,6 @@ const NS_PER_US: f64 = 1e3;
 /// How a server does I/O, as the values of `--queue`.
 const QUEUES: [&str; 2] = [URING, "threads"];
 const URING: &str = "uring";
-
-/// The reader, whose latencies are measured.
-const READER: Workload = Workload {
-    direction: Direction::Read,
-    order: Order::Random,
-    block_bytes: 4 << 10,
-    depth: 1,
-    durable: false,
-    beside: None,
-};
 
 /// Measures a reader beside each neighbour. Where no FUSE file system can be mounted, the report says so, and the disks on
 /// one are left out.
@@ -166,7 +154,7 @@ impl Scene<'_> {
     fn measure_at(&self, server: &mut Server, neighbour: Neighbour) -> io::Result<Sample> {
         let (duration, stop) = (self.bench.args.duration(), &self.bench.stop);
         let mut reader = server.when_ready(|address| {
-            let options = ConnectOptions { address, export: "good", certificates: None };
+            let options = ConnectOptions::plain(address, "good");
             Client::connect(&options, &READER, 1, DISK_BYTES)
         })?;
         reader.run_for(WARM_UP, &mut latency_histogram()?, stop)?;
@@ -175,9 +163,13 @@ impl Scene<'_> {
             (Some(load), answer) => {
                 let export = if answer.is_some() { "held" } else { "other" };
                 self.disk.zip(answer).iter().for_each(|(disk, answer)| disk.set(*answer));
-                let start =
-                    |address: &Address| NeighbourClient::start(address, export, DISK_BYTES, load);
-                Some(server.when_ready(start)?)
+                Some(server.when_ready(|address| {
+                    let options = ConnectOptions {
+                        takes_errors: true,
+                        ..ConnectOptions::plain(address, export)
+                    };
+                    NeighbourClient::start(&options, &load, DISK_BYTES)
+                })?)
             }
         };
         let mut latencies_ns = latency_histogram()?;

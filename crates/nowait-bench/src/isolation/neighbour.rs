@@ -2,21 +2,30 @@
 //!
 //! Invariant: a neighbour makes as many requests as it may, whatever is answered, until it is stopped.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 use std::{fmt, io};
 
-use nowait_nbd::client::{self, Connection, Outcome, Replies, Wanted};
-use nowait_nbd::{Address, CMD_READ, RequestHeader};
 use rustix::net::{Shutdown, shutdown};
 
-use crate::address::SILENCE_MAX;
+use crate::cancel::CancelFlag;
+use crate::client::{Client, ConnectOptions, Load, latency_histogram};
 use crate::isolation::held_disk::Answer;
+use crate::workload::{Direction, Order, Workload};
 
 /// How long each request of a slow disk takes.
 const SLOW: Duration = Duration::from_millis(100);
-const RECEIVE_BYTES: usize = 256 << 10;
+
+/// The reader, whose latencies are measured.
+pub(super) const READER: Workload = Workload {
+    direction: Direction::Read,
+    order: Order::Random,
+    block_bytes: 4 << 10,
+    depth: 1,
+    durable: false,
+    beside: None,
+};
 
 /// The neighbour of the reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,13 +68,14 @@ impl Neighbour {
         }
     }
 
-    /// Bytes of each of its reads, and how many are in flight; `None` if there is no neighbour.
-    pub(super) fn load(self) -> Option<(u32, u64)> {
-        match self {
-            Self::None => None,
-            Self::Stops | Self::Slow | Self::Fails => Some((4 << 10, 64)),
-            Self::Floods => Some((1 << 20, 32)),
-        }
+    /// Its reads; `None` if there is no neighbour.
+    pub(super) fn load(self) -> Option<Workload> {
+        let (block_bytes, depth) = match self {
+            Self::None => return None,
+            Self::Stops | Self::Slow | Self::Fails => (4 << 10, 64),
+            Self::Floods => (1 << 20, 32),
+        };
+        Some(Workload { order: Order::Sequential, block_bytes, depth, ..READER })
     }
 }
 
@@ -89,31 +99,21 @@ pub(super) struct NeighbourClient {
 }
 
 impl NeighbourClient {
-    /// Connects to `export`, which has `bytes` bytes, and keeps `depth` reads of `length` bytes in flight.
+    /// Connects with `options` to an export of `bytes` bytes, and keeps the reads of `load` in flight.
     pub(super) fn start(
-        address: &Address,
-        export: &str,
+        options: &ConnectOptions<'_>,
+        load: &Workload,
         bytes: u64,
-        (length, depth): (u32, u64),
     ) -> io::Result<Self> {
-        let options = client::ConnectOptions {
-            address,
-            credentials: None,
-            export,
-            wanted: Wanted::default(),
-            timeout: SILENCE_MAX,
-            receive_bytes: RECEIVE_BYTES,
-        };
-        let (connection, _) = Connection::open(&options)?;
-        let socket = connection.as_fd().try_clone_to_owned()?;
-        let mut reads = Reads { free: (0..depth).collect(), length, answers: 0, next: 0 };
+        let mut client = Client::connect(options, load, 1, bytes)?;
+        let (socket, mut unused) = (client.socket()?, latency_histogram()?);
         let read = move || {
-            let mut connection = connection;
+            let (mut answers, goes_on) = (0, CancelFlag::default());
             // The loop is over when the socket is shut down, or when no answer has come for SILENCE_MAX.
-            while reads.send(&mut connection, bytes).is_ok()
-                && connection.receive(&mut reads).is_ok()
-            {}
-            reads.answers
+            while let Ok(interval) = client.run_for(Duration::ZERO, &mut unused, &goes_on) {
+                answers += interval.requests;
+            }
+            answers
         };
         Ok(Self { thread: thread::Builder::new().spawn(read)?, socket })
     }
@@ -123,47 +123,5 @@ impl NeighbourClient {
         // The server may have closed the connection already.
         let _ = shutdown(&self.socket, Shutdown::Both);
         self.thread.join().unwrap_or_default()
-    }
-}
-
-/// The reads of a neighbour.
-struct Reads {
-    /// Cookies without a request.
-    free: Vec<u64>,
-    length: u32,
-    answers: u64,
-    /// The position of the next one.
-    next: u64,
-}
-
-impl Reads {
-    /// Sends a read for each free cookie.
-    fn send(&mut self, connection: &mut Connection, bytes: u64) -> io::Result<()> {
-        let length = u64::from(self.length);
-        let mut all = Vec::new();
-        for cookie in self.free.drain(..) {
-            let offset = if self.next + length > bytes { 0 } else { self.next };
-            self.next = offset + length;
-            let header = RequestHeader { flags: 0, command: CMD_READ, cookie, offset, length };
-            all.extend(header.compact());
-        }
-        connection.send_all(&all)
-    }
-}
-
-impl Replies for Reads {
-    fn simple(&mut self, _: u64, error: u32) -> Outcome<Option<(u64, u64)>> {
-        Ok((error == 0).then_some((0, self.length.into())))
-    }
-
-    fn done(&mut self, cookie: u64) -> Outcome<()> {
-        self.answers += 1;
-        self.free.push(cookie);
-        Ok(())
-    }
-
-    /// The data are dropped where they were received.
-    fn memory(&mut self, _: u64, _: u64) -> Option<&mut [u8]> {
-        None
     }
 }

@@ -4,10 +4,11 @@
 
 use std::io;
 
-use nowait::{Config, MAX_SEGMENTS};
+use fastrand::Rng;
+use nowait::{Config, Flags, IoBuffer, LocalDriver, MAX_SEGMENTS, OpenOptions, WorkerPool};
 
-use crate::ablation::async_loop;
-use crate::ablation::fixture::{Fixture, Queue};
+use crate::ablation::blocking_calls::calls;
+use crate::ablation::fixture::{Fixture, Queue, ring_of_this_thread};
 use crate::ablation::gain_table::{Metric, Row, Sample, Source, Table, Unit};
 use crate::ablation::tables::{PAGE_BYTES, RANDOM_READ, every_request_tried, source, switched};
 use crate::args::What;
@@ -140,9 +141,44 @@ impl Through {
         match self {
             Self::Engine(queue) => fixture.on(queue, load, config),
             Self::Cached(queue) => fixture.on_cache(queue, load, config),
-            Self::Vectored(segments) => async_loop::run_vectored(fixture, load, segments, config),
+            Self::Vectored(segments) => by_tasks(fixture, load, segments, config),
         }
     }
+}
+
+/// Measures requests of `segments` buffers, one at a time.
+fn by_tasks(
+    fixture: &Fixture<'_>,
+    load: &Workload,
+    segments: usize,
+    config: Config,
+) -> io::Result<Sample> {
+    let disk = fixture.cached_disk(fixture.path, OpenOptions::new())?;
+    let driver = LocalDriver::new()?;
+    let file = ring_of_this_thread(disk, WorkerPool::default(), config)?;
+    let flags = if load.durable { Flags::DSYNC } else { Flags::NONE };
+    let mut random = Rng::with_seed(1);
+    let filled = |_| {
+        let mut buffer = IoBuffer::zeroed(load.block_bytes / segments)?;
+        random.fill(&mut buffer);
+        Ok(buffer)
+    };
+    let mut buffers = (0..segments).map(filled).collect::<io::Result<Vec<_>>>()?;
+    let mut transfer = |pos| {
+        let taken = std::mem::take(&mut buffers);
+        let (done, returned) = match load.direction {
+            Direction::Read => driver.block_on(file.read_vectored_at(taken, pos)),
+            Direction::Write => driver.block_on(file.write_vectored_at(taken, pos, flags)),
+        };
+        buffers = returned;
+        match done? {
+            bytes if bytes == load.block_bytes => Ok(()),
+            _ => Err(io::Error::other("a transfer was cut short")),
+        }
+    };
+    fixture.measure(load, true, |offsets, stop_condition| {
+        calls(offsets, stop_condition, load.block_bytes, &mut transfer)
+    })
 }
 
 /// A case through `through` whose title begins with its name.
