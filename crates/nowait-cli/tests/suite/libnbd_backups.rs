@@ -18,7 +18,8 @@ const CHANGED: u64 = 4 * REGION;
 
 /// Runs the program that copies by libnbd; returns what it has printed.
 fn incremental(uri: &str, target: &Path, bitmap: Option<&str>) -> Value {
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../nowait-daemon/tests/clients/incremental.py");
+    let script =
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../nowait-daemon/tests/clients/incremental.py");
     let printed = tool(PYTHON).args([script, uri, text(target)]).args(bitmap).succeeds();
     serde_json::from_str(&printed).expect("JSON")
 }
