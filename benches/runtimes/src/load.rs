@@ -1,4 +1,4 @@
-//! What every runtime has to do, and the loop of a task.
+//! Work that every runtime has to do, and the loop of a task.
 //!
 //! Invariant: the loop is the same for all runtimes; they differ in the calls that open, read and write, and in how
 //! they run tasks.
@@ -45,7 +45,7 @@ pub struct Load {
     pub work: Work,
 }
 
-/// What was done, in which time, and for which processor time of the process.
+/// Requests that were done, in which time, and for which processor time of the process.
 #[derive(Debug)]
 pub struct Figures {
     pub requests: u64,

@@ -53,7 +53,7 @@ pub(crate) struct ConnectOptions<'a> {
 }
 
 impl<'a> ConnectOptions<'a> {
-    /// Those of a connection without TLS, whose requests succeed.
+    /// Options of a connection without TLS, whose requests succeed.
     pub(crate) const fn plain(address: &'a Address, export: &'static str) -> Self {
         Self { address, export, certificates: None, takes_errors: false }
     }

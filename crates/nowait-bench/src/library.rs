@@ -37,7 +37,7 @@ const DD_BLOCK_BYTES: u64 = 1 << 20;
 /// The files of the library, by their types. `nowait-runtimes` knows these names and those below.
 const OWN: [&str; 4] = ["LocalAsyncFile", "LocalAsyncFile, tokio", "AsyncFile", "BlockingFile"];
 const OTHERS: [&str; 6] = ["compio", "glommio", "monoio", "tokio-uring", "spawn_blocking", "pread"];
-/// What scans, the library with read-ahead.
+/// Types that scans are measured with, and which read ahead.
 const OWN_SCANS: [&str; 3] = ["LocalAsyncFile", "AsyncFile", "BlockingFile"];
 const OTHER_SCANS: [&str; 2] = ["pread", DD];
 const DD: &str = "dd iflag=direct bs=1M";

@@ -112,7 +112,7 @@ impl Devices {
         self.places(at, true)
     }
 
-    /// Where clients that are no users of this host find the export of index `at`.
+    /// Where clients on other hosts find the export of index `at`.
     pub(crate) fn other_places(&self, at: usize) -> impl Iterator<Item = String> {
         self.places(at, false)
     }

@@ -192,7 +192,7 @@ fn watched(
     Err(Failure { step: now, what })
 }
 
-/// Runs a simulation that is no system under test, step by step.
+/// Runs a simulation without a system under test, step by step.
 fn run_steps<S>(
     plan: &Plan,
     new: impl FnOnce() -> Result<S, Violation>,

@@ -221,15 +221,10 @@ impl Scenario {
         }
         scenario.device.shares_syncs = random.below(2) == 0;
         scenario.config.group_syncs = random.below(8) > 0;
-        match mode {
-            Mode::VhostUser => scenario.in_blocks(512),
-            Mode::Ublk => scenario.in_blocks(u64::from(scenario.device.align.offset).max(512)),
-            Mode::Engine
-            | Mode::Server
-            | Mode::Remote
-            | Mode::Log
-            | Mode::Backup
-            | Mode::Bitmaps => {}
+        if mode == Mode::VhostUser {
+            scenario.in_blocks(512);
+        } else if mode == Mode::Ublk {
+            scenario.in_blocks(u64::from(scenario.device.align.offset).max(512));
         }
         scenario.disk = scenario.disk.allocate_ahead(random.below(8) > 0);
         scenario.draw_operator(&mut random);

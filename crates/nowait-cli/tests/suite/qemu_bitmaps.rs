@@ -13,9 +13,9 @@ use crate::common::{Finished, KIB, MIB, Scratch, Server, text};
 use crate::control::Controlled;
 use crate::copy_other_servers::Peer;
 
-/// What QEMU calls data that is not there is what a bitmap calls dirty.
+/// Dirty in a bitmap, which QEMU shows as data that is not there.
 const DIRTY: bool = true;
-/// Data that is there.
+/// Clean in a bitmap, which QEMU shows as data.
 const CLEAN: bool = false;
 
 /// An extent of a bitmap: its start, its length, and whether it is dirty.

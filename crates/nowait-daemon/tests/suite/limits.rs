@@ -110,7 +110,7 @@ const UNREAD: usize = 8;
 fn replies_that_are_never_read_leave_memory_for_the_longest_request_of_another_client() {
     let scratch = Scratch::new();
     let server = Server::start(&scratch.random("disk", 33 * MIB, MIB), "");
-    // As many as get memory at the same moment, and a few that wait for it.
+    // Enough clients that some get memory simultaneously, and a few wait for it.
     let mut unread: Vec<Client> = (0..UNREAD).map(|_| server.connect()).collect();
     for client in &mut unread {
         let read = RawRequest::read(0, LONGEST_BYTES as u32);

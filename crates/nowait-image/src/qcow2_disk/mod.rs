@@ -283,9 +283,9 @@ pub(crate) fn storage_of(
 /// The open file descriptions of a storage.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Descriptions {
-    /// None is that of the image's file.
+    /// All are opened for the storage alone.
     Own,
-    /// That of a regular file is one of them, which needs a descriptor less.
+    /// The descriptor of a regular image file serves as one of them, which needs a descriptor less.
     Shared,
 }
 

@@ -42,7 +42,7 @@ const SHORTEST: Duration = Duration::from_secs(2);
 #[derive(Clone, Debug)]
 pub(super) struct Version {
     meta: ObjectMeta,
-    /// What the store calls it in conditions of requests.
+    /// The version's name in conditions of requests.
     pub(super) found: UpdateVersion,
 }
 

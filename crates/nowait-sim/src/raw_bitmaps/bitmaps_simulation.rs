@@ -31,7 +31,7 @@ const NAME: &str = "changes";
 type Engine = SingleDisk<SimQueue, dyn BlockMap>;
 type Job = Box<dyn FnOnce() -> Result<(), String>>;
 
-/// What is known of the bitmap.
+/// Facts about the bitmap.
 #[derive(Clone, Default)]
 struct Known {
     /// The disk when the bitmap began to record, unless it is removed.
@@ -153,7 +153,7 @@ impl BitmapsSimulation {
             return Err(Violation::new(format!("C75: a bitmap is lost: {bitmap:?}")));
         };
         let (size, granularity) = (self.scenario.disk.bytes, self.scenario.granularity);
-        RecordedBits::read(stored, size, granularity).map(Some).map_err(wrong)
+        RecordedBits::from_stored(stored, size, granularity).map(Some).map_err(wrong)
     }
 
     fn check(&mut self, bits: Option<&RecordedBits>) -> Result<(), Violation> {

@@ -225,7 +225,7 @@ pub struct StorageProperties {
 }
 
 impl StorageProperties {
-    /// Those of a file that is written to by calls that wait, without holes: the others are changed in a copy.
+    /// Properties of a file that is written to by calls that wait, without holes: the others are changed in a copy.
     #[must_use]
     pub const fn new(align: Alignment) -> Self {
         Self {
