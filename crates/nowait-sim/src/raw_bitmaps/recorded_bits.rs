@@ -25,7 +25,7 @@ impl RecordedBits {
     ///
     /// # Errors
     /// That of a read.
-    pub fn from_stored(mut stored: impl Read, size: u64, granularity: u64) -> io::Result<Self> {
+    pub fn from_stored<R: Read>(mut stored: R, size: u64, granularity: u64) -> io::Result<Self> {
         let mut bits = Vec::new();
         stored.read_to_end(&mut bits)?;
         bits.resize(size.div_ceil(granularity).div_ceil(8) as usize, 0);
