@@ -3,7 +3,10 @@
 //! Invariant: nothing here waits for a serving thread for long, but [`Exports::remove`] with its
 //! timeout.
 
+pub(crate) mod changed_ranges;
 pub(crate) mod change_tracker;
+#[cfg(feature = "sim")]
+pub(crate) mod sim_changes;
 mod export_backups;
 mod export_bitmaps;
 

@@ -38,6 +38,8 @@ mod server_bug {
             DrainWithRequest,
             /// A write goes on although a block of it is being copied for a backup.
             WriteBeforeCopy,
+            /// What has changed of a disk that moves is taken when it is copied, so a change beside the copy is not followed.
+            TakeAfterCopy,
         }
     }
 }

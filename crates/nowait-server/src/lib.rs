@@ -69,6 +69,9 @@ pub use event_loop::simulated_vhost::SimulatedVhost;
 pub use export::{Export, ExportId};
 pub use export_error::ExportError;
 pub use exports::change_tracker::ChangeTracker;
+pub use exports::changed_ranges::{ChangedRanges, copy_changes};
+#[cfg(feature = "sim")]
+pub use exports::sim_changes::SimChanges;
 pub use exports::{ExportChanges, ExportStatus, Exports};
 pub use frontend_kind::FrontendKind;
 pub use frontends::export_device::NewDevice;

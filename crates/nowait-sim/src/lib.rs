@@ -30,6 +30,7 @@ pub mod remote;
 pub mod log;
 pub mod backup;
 pub mod raw_bitmaps;
+pub mod moves;
 pub mod run;
 pub mod fault_matrix;
 pub mod trace;

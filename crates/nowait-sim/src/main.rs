@@ -14,6 +14,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use nowait_sim::backup::backup_scenario::BackupScenario;
 use nowait_sim::fault_matrix::Matrix;
 use nowait_sim::log::log_scenario::LogScenario;
+use nowait_sim::moves::move_scenario::MoveScenario;
 use nowait_sim::raw_bitmaps::bitmaps_scenario::BitmapsScenario;
 use nowait_sim::remote::remote_scenario::RemoteScenario;
 use nowait_sim::run::{self, Failure, Plan};
@@ -40,7 +41,7 @@ struct Args {
     /// that dies behind a network), or all of them: one seed in four is a server's, one in eight a
     /// virtual machine's, one in eight a block device's, one in eight a remote storage's. With `log`, an
     /// append log whose processes are killed and lose their power, with `backup` a backup of a disk that is written, with `bitmaps`
-    /// the stored bitmaps of a raw disk, which `all` leaves out. With `hosts`,
+    /// the stored bitmaps of a raw disk, with `move` a disk that moves while it is written, which `all` leaves out. With `hosts`,
     /// many hosts boot from one image in a store, in virtual time.
     #[arg(long, default_value = "all")]
     mode: String,
@@ -62,7 +63,7 @@ struct Args {
     /// Makes a mistake on purpose. In the engine: drop-flush, complete-before-data,
     /// free-slot-twice, reply-from-stale-buffer, forget-range-lock, answer-unmoved-neighbours; with
     /// several exports: complete-elsewhere; in a log: answer-unsynced, forget-generation, ignore-failed-sync. In the server: reply-from-old-buffer, reply-twice, lose-at-disconnect, trust-reports, forget-held,
-    /// ignore-protection, lose-parked-input; with several exports: reuse-index, drain-with-request; with a
+    /// ignore-protection, lose-parked-input; with several exports: reuse-index, drain-with-request; of a disk that moves: take-after-copy; with a
     /// virtual machine:
     /// forget-in-flight, repeat-told, tell-before-data; with a block device: commit-before-data. In a qcow2 image:
     /// forget-tail, read-below-elsewhere, forget-order, forget-given-back, cut-too-short,
@@ -267,6 +268,7 @@ fn report(plan: &Plan, failure: &Failure) {
         Mode::Remote => println!("{:#?}", RemoteScenario::of(plan.seed)),
         Mode::Log => println!("{:#?}", LogScenario::of(plan.seed)),
         Mode::Backup => println!("{:#?}", BackupScenario::of(plan.seed)),
+        Mode::Move => println!("{:#?}", MoveScenario::of(plan.seed)),
         Mode::Bitmaps => println!("{:#?}", BitmapsScenario::of(plan.seed)),
         _ => println!("{:#?}", plan.scenario()),
     }

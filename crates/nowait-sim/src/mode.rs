@@ -21,11 +21,13 @@ pub enum Mode {
     Backup,
     /// The bitmaps of a raw disk; see [`crate::raw_bitmaps`]. No seed is one by default.
     Bitmaps,
+    /// A disk that moves; see [`crate::moves`]. No seed is one by default.
+    Move,
 }
 
 impl Mode {
     /// Every mode.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Engine,
         Self::Server,
         Self::VhostUser,
@@ -34,6 +36,7 @@ impl Mode {
         Self::Log,
         Self::Backup,
         Self::Bitmaps,
+        Self::Move,
     ];
     /// The modes with a simulated device, whose scenario is a [`crate::scenario::Scenario`].
     pub const ON_DEVICES: [Self; 4] = [Self::Engine, Self::Server, Self::VhostUser, Self::Ublk];
@@ -50,6 +53,7 @@ impl Mode {
             Self::Log => "log",
             Self::Backup => "backup",
             Self::Bitmaps => "bitmaps",
+            Self::Move => "move",
         }
     }
 

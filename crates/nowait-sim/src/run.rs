@@ -22,6 +22,8 @@ use crate::engines::Engines;
 use crate::log::log_scenario::LogScenario;
 use crate::log::log_simulation::LogSimulation;
 use crate::model::Violation;
+use crate::moves::move_scenario::MoveScenario;
+use crate::moves::move_simulation::MoveSimulation;
 use crate::raw_bitmaps::bitmaps_scenario::BitmapsScenario;
 use crate::raw_bitmaps::bitmaps_simulation::BitmapsSimulation;
 use crate::remote::remote_scenario::RemoteScenario;
@@ -137,6 +139,7 @@ pub fn run(plan: &Plan) -> Result<Counts, Failure> {
         Mode::Log => run_log(plan),
         Mode::Backup => run_backup(plan),
         Mode::Bitmaps => run_bitmaps(plan),
+        Mode::Move => run_move(plan),
     };
     inject_bug(None);
     nowait_server::inject(None);
@@ -251,6 +254,16 @@ fn run_bitmaps(plan: &Plan) -> Result<Counts, Failure> {
     };
     let end = |simulation: &mut BitmapsSimulation| simulation.end().map(|()| simulation.counts());
     run_steps(plan, || BitmapsSimulation::new(scenario.clone()), step, end)
+}
+
+fn run_move(plan: &Plan) -> Result<Counts, Failure> {
+    let scenario = MoveScenario::of(plan.seed);
+    let step = |simulation: &mut MoveSimulation, n| {
+        let (action, random) = scenario.step(n);
+        simulation.step(action, random)
+    };
+    let end = |simulation: &mut MoveSimulation| simulation.end().map(|()| simulation.counts());
+    run_steps(plan, || MoveSimulation::new(scenario.clone()), step, end)
 }
 
 /// Runs the plans of `next` on `threads` threads, until `next` returns `None` or a run fails; calls

@@ -355,7 +355,7 @@ impl Scenario {
         let part = random.below(self.parts) as usize;
         let drawn = random.next() & 0xffff;
         let usual = match self.mode {
-            Mode::Engine | Mode::Remote | Mode::Log | Mode::Backup | Mode::Bitmaps => {
+            Mode::Engine | Mode::Remote | Mode::Log | Mode::Backup | Mode::Bitmaps | Mode::Move => {
                 self.engine_action(drawn, &mut random)
             }
             Mode::Server => self.server_action(drawn, &mut random),

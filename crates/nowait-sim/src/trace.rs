@@ -8,6 +8,7 @@ use nowait::sim::Fault;
 
 use crate::backup::backup_scenario::BackupScenario;
 use crate::log::log_scenario::LogScenario;
+use crate::moves::move_scenario::MoveScenario;
 use crate::raw_bitmaps::bitmaps_scenario::BitmapsScenario;
 use crate::remote::remote_scenario::RemoteScenario;
 use crate::run::{InjectedBug, Plan};
@@ -113,6 +114,10 @@ pub fn describe(plan: &Plan) -> String {
         }
         Mode::Bitmaps => {
             let scenario = BitmapsScenario::of(plan.seed);
+            lines(plan, |n| format!("{:?}", scenario.step(n).0))
+        }
+        Mode::Move => {
+            let scenario = MoveScenario::of(plan.seed);
             lines(plan, |n| format!("{:?}", scenario.step(n).0))
         }
         _ => {

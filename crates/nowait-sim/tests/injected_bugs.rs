@@ -76,6 +76,7 @@ fn fails(bug: InjectedBug, seed: u64) -> bool {
         ) => Mode::VhostUser,
         InjectedBug::Server(ServerBug::CommitBeforeData) => Mode::Ublk,
         InjectedBug::Server(ServerBug::WriteBeforeCopy) => Mode::Backup,
+        InjectedBug::Server(ServerBug::TakeAfterCopy) => Mode::Move,
         InjectedBug::Server(_) => Mode::Server,
         InjectedBug::Remote(_) => Mode::Remote,
     };
@@ -255,6 +256,11 @@ fn an_export_that_is_paused_with_a_request_in_flight_is_found() {
 #[test]
 fn a_write_that_reaches_the_disk_before_its_copy_for_a_backup_is_done_is_found() {
     is_found(InjectedBug::Server(ServerBug::WriteBeforeCopy));
+}
+
+#[test]
+fn a_write_beside_the_copy_of_a_move_that_is_not_followed_is_found() {
+    is_found_in(Mode::Move, InjectedBug::Server(ServerBug::TakeAfterCopy));
 }
 
 /// Whether a bug is found within few seeds of `mode`, in this process.

@@ -2,7 +2,7 @@
 //!
 //! Invariant: between two rounds the target is the disk as it was at one instant.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -13,6 +13,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, text};
+use crate::upgrade::Upgraded;
 
 const SIZE: u64 = 16 * MIB;
 
@@ -30,18 +31,18 @@ impl Pair {
         let (image, control) = (scratch.join("disk"), scratch.join("control"));
         accepted(&["create", text(&image), "16M", "--format", format]);
         scratch.sparse("replica", SIZE);
-        let behind = Self::behind(&scratch);
+        let behind = Self::behind(scratch.path());
         let (address, directory) = (format!("unix:{}", control.display()), scratch.path());
         let arguments = ["--control", &address, "--format", format, "--allow-dir", text(directory)];
-        let to = ["--allow-uri", behind.uri(), "--reconnect", "1"];
+        let to = ["--allow-uri", behind.uri(), "--reconnect", "1", "--verbose"];
         let server = Server::start(&image, &[&arguments[..], &to].concat());
         Self { server, control, behind, scratch }
     }
 
     /// A server of the replica.
-    fn behind(scratch: &Scratch) -> Server {
-        let address = format!("unix:{}", scratch.join("behind.sock").display());
-        let image = scratch.join("replica");
+    fn behind(directory: &Path) -> Server {
+        let address = format!("unix:{}", directory.join("behind.sock").display());
+        let image = directory.join("replica");
         Server::start_by(&[], &["serve", text(&image), "-f", "raw", "--nbd", &address])
     }
 
@@ -144,7 +145,7 @@ fn a_target_that_goes_away_and_comes_back_gets_all_that_was_written_meanwhile() 
         assert!(info["last_error"].as_str().is_some_and(|why| why.contains("nbd+unix:")), "{info}");
         change(&mut model);
         let rounds = info["rounds"].as_u64().expect("a number");
-        it.behind = Pair::behind(&it.scratch);
+        it.behind = Pair::behind(it.scratch.path());
         it.await_rounds(rounds + 1);
         change(&mut model);
     }
@@ -187,12 +188,44 @@ fn what_a_replication_forbids_is_refused_and_it_ends_with_its_server() {
         assert!(said.contains("is being replicated to") && said.contains("--stop"), "{said}");
     }
     let mut upgrade = tool(NOWAIT);
-    let said = upgrade.arg("upgrade").arg("--control").arg(&it.control).fails();
-    assert!(said.contains("is being replicated to"), "{said}");
+    upgrade.args(["upgrade", "/bin/false", "--control"]).arg(&it.control).fails();
+    assert_eq!(it.replicate(&[])["running"], true);
     // A round is not there for long.
     it.export(&["backup", "start", "@0"]).succeeds();
     it.export(&["backup", "abort", "@0"]).succeeds();
     it.export(&["snapshot", "@0", text(&it.scratch.join("overlay"))]).succeeds();
     it.server.stop();
     it.behind.stop();
+}
+
+#[test]
+fn a_replication_goes_on_after_an_upgrade_also_to_a_target_that_is_away_meanwhile() {
+    let mut it = Pair::start("raw");
+    let mut model = vec![0; SIZE as usize];
+    model[..4096].fill(1);
+    it.server.connect().write(0, &model[..4096]).expect("a write");
+    it.begin("1");
+    it.await_rounds(1);
+    it.behind.signal(Signal::KILL);
+    it.behind.wait();
+    let Pair { server, control, scratch, .. } = it;
+    let directory = scratch.path().to_owned();
+    let mut upgraded = Upgraded::of(server, &control, scratch);
+    upgraded.upgrade();
+    let replicate = || -> Value {
+        let mut command = tool(NOWAIT);
+        command.args(["export", "replicate", "@0", "--json", "--control"]).arg(&control);
+        serde_json::from_str(&command.succeeds()).expect("JSON")
+    };
+    let info = replicate();
+    assert!(info["running"] == true && info["every_seconds"] == 1, "{info}");
+    model[8 << 20..][..4096].fill(2);
+    upgraded.connect().write(8 * MIB, &[2; 4096]).expect("a write");
+    let behind = Pair::behind(&directory);
+    wait_until("the target has all", || {
+        replicate()["rounds"].as_u64().is_some_and(|rounds| rounds > 0)
+            && behind.connect().read(0, SIZE as u32).is_ok_and(|found| found == model)
+    });
+    upgraded.stop();
+    behind.stop();
 }

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use nowait_control::{ControlError, MoveInfo, ReplicationInfo, StartMove, StartReplication};
 use nowait_copy::MirroredDisk;
+use nowait_image::Image;
+use nowait_image::bitmap_changes::NewBitmap;
 use nowait_remote::Location;
 use nowait_server::{ExportError, ExportId, Exports};
 
@@ -101,6 +103,43 @@ impl MovingServer<'_> {
         id: ExportId,
         start: &StartReplication,
     ) -> Result<ReplicationInfo, ControlError> {
+        let thread = self.replica_thread(id, start)?;
+        let image = thread.open().map_err(ControlError::Conflict)?;
+        self.begin_replication(thread, Some(image))
+    }
+
+    /// Like [`MovingServer::replicate`], for a replication that has begun in this server, or in the one before it, and was
+    /// ended: also while its target cannot be reached.
+    ///
+    /// # Errors
+    /// Like [`MovingServer::replicate`].
+    pub(crate) fn replicate_again(
+        &self,
+        id: ExportId,
+        start: &StartReplication,
+    ) -> Result<ReplicationInfo, ControlError> {
+        self.begin_replication(self.replica_thread(id, start)?, None)
+    }
+
+    fn begin_replication(
+        &self,
+        thread: ReplicaThread,
+        image: Option<Image>,
+    ) -> Result<ReplicationInfo, ControlError> {
+        let (id, replica) = (thread.id, thread.replica.clone());
+        self.replicas.add(id, &replica)?;
+        thread.start(image).map_err(|error| {
+            self.replicas.forget(id);
+            ControlError::Failed(format!("there is no thread for it: {error}"))
+        })?;
+        Ok(replica.info())
+    }
+
+    fn replica_thread(
+        &self,
+        id: ExportId,
+        start: &StartReplication,
+    ) -> Result<ReplicaThread, ControlError> {
         let Self { exports, replicas, .. } = *self;
         let every = start.every_seconds.unwrap_or(DEFAULT_EVERY_SECONDS);
         if !EVERY_SECONDS.contains(&every) {
@@ -124,12 +163,11 @@ impl MovingServer<'_> {
         let beside = (!moved.named.is_remote()).then(|| image.parent()).flatten();
         let scratch = self.allowed.directory_for_scratch(beside)?;
         let every = Duration::from_secs(every);
-        let replica = Arc::new(Replica::new(start.target.clone(), every));
-        let thread = ReplicaThread {
+        Ok(ReplicaThread {
             exports: exports.clone(),
             id,
             replicas: replicas.clone(),
-            replica: replica.clone(),
+            replica: Arc::new(Replica::new(start, every)),
             source: source.name,
             size: moved.size,
             target,
@@ -138,18 +176,14 @@ impl MovingServer<'_> {
             scratch,
             every,
             rate: start.rate_bytes,
-        };
-        let image = thread.open().map_err(ControlError::Conflict)?;
-        replicas.add(id, &replica)?;
-        thread.start(image).map_err(|error| {
-            replicas.forget(id);
-            ControlError::Failed(format!("there is no thread for it: {error}"))
-        })?;
-        Ok(replica.info())
+        })
     }
 
     /// The disk of export `id`.
     fn moved(&self, id: ExportId) -> Result<(MovedDisk, MirroredDisk), ControlError> {
+        let bitmaps = self.exports.bitmaps(id).unwrap_or_default();
+        let stored = bitmaps.iter().filter(|bitmap| bitmap.persistent);
+        let bitmaps = stored.map(|bitmap| NewBitmap::from(&bitmap.spec)).collect();
         let disks = self.disks.lock();
         let served = disks.iter().find(|served| served.id == id).ok_or(ExportError::NotFound)?;
         let disk = &served.disk;
@@ -165,6 +199,7 @@ impl MovingServer<'_> {
             options: disk.options.clone(),
             description: disk.description.clone(),
             size,
+            bitmaps,
         };
         Ok((moved, MirroredDisk { name, device }))
     }

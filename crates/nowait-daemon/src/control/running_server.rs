@@ -18,6 +18,7 @@ use nowait_image::{NamedStorages, formats};
 use nowait_server::{
     AnyExport, BackupEnd, ExportError, ExportId, ExportStatus, Exports, Limits, NewDevice,
 };
+use tracing::warn;
 
 use crate::config::export_spec::{NamedExport, parse_name};
 use crate::control::backup_answers;
@@ -29,10 +30,10 @@ use crate::disks::allowed_places::{AllowedPlaces, absolute};
 use crate::disks::image_exchange::ImageExchange;
 use crate::disks::open_disk::{Common, ImageIdentity, OpenedDisk};
 use crate::disks::served_disks::{ServedDisk, ServedDisks, change_settings};
-use crate::error::CliError;
-use crate::moves::Tasks;
+use crate::error::{CliError, plain};
 use crate::moves::move_state::Job;
 use crate::moves::replication_state::Replica;
+use crate::moves::{CANCEL_TIMEOUT, Task, Tasks};
 use crate::upgrade::messages::{BitmapMessage, ExportState};
 use crate::upgrade::paused_disks::PausedDisks;
 use crate::upgrade::sender::{self, Upgrades};
@@ -170,9 +171,30 @@ impl RunningServer {
                 backing: options.backing_storages.names().map(str::to_owned).collect(),
                 changes: changes.unwrap_or_default(),
                 bitmaps: bitmaps.into_iter().map(BitmapMessage::from).collect(),
+                replication: self.replication_of(served.id),
             }
         };
         self.disks.lock().iter().map(state).collect()
+    }
+
+    /// What the replication of export `id`, if it runs, was begun with.
+    fn replication_of(&self, id: ExportId) -> Option<StartReplication> {
+        let replica = self.replicas.get(id).filter(|replica| replica.is_running());
+        replica.map(|replica| replica.start.clone())
+    }
+
+    /// Begins the replications of `exports` again, which another program has handed over.
+    pub(crate) fn restore_replications(&self, exports: &[ExportState]) {
+        let ids: Vec<_> = self.disks.lock().iter().map(|served| served.id).collect();
+        let all = ids.into_iter().zip(exports);
+        let all = all.filter_map(|(id, export)| Some((id, export.replication.as_ref()?)));
+        all.for_each(|(id, start)| self.replicate_again(id, start));
+    }
+
+    fn replicate_again(&self, id: ExportId, start: &StartReplication) {
+        if let Err(error) = self.moving_server().replicate_again(id, start) {
+            warn!("the replication to {} has ended: {error}", plain(&start.target));
+        }
     }
 
     /// Numbers of the local block devices, each with the index of its export.
@@ -406,9 +428,19 @@ impl ControlledServer for RunningServer {
         let binary = upgrade.binary.as_deref().map(|path| absolute(Path::new(path))).transpose()?;
         let mut serving = self.begin_change()?;
         self.moves.refuse_during_any()?;
-        self.replicas.refuse_during_any()?;
-        let pause = || PausedDisks::new(&self.exports, self.disks.lock());
-        let report = sender::send(&self.upgrades, binary, self.states(), &self.nodes(), pause)?;
+        let replicas = self.replicas.running();
+        let pause = || {
+            if !self.replicas.end_all(CANCEL_TIMEOUT) {
+                let why = "a replication waits for its storage: end it first (nowait export replicate NAME --stop)";
+                return Err(ControlError::Conflict(why.into()));
+            }
+            PausedDisks::new(&self.exports, self.disks.lock())
+        };
+        let sent = sender::send(&self.upgrades, binary, self.states(), &self.nodes(), pause);
+        let report = sent.inspect_err(|_| {
+            let ended = replicas.iter().filter(|(_, replica)| !replica.is_running());
+            ended.for_each(|(id, replica)| self.replicate_again(*id, &replica.start));
+        })?;
         *serving = Serving::Elsewhere;
         Ok(report)
     }

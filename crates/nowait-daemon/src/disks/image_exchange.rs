@@ -158,6 +158,9 @@ impl ImageExchange<'_> {
             }
             let disk = OpenedDisk { block_size: before.block_size, ..disk };
             paused.replace(disk.export())?;
+            if let Err(error) = disk.image.store_bitmaps() {
+                warn!("{}: its bitmaps are not stored: {error}", disk.named.image.display());
+            }
             let before = std::mem::replace(&mut served.disk, disk);
             drop(paused);
             Ok(Some((begin.elapsed(), before)))

@@ -22,7 +22,7 @@ use nowait_server::ExportId;
 const MAX_TASKS: usize = 4;
 /// How long the request that ends a task waits for its end.
 /// Beyond it: it is answered, and the task ends when its storage answers.
-const CANCEL_TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) const CANCEL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Something that goes on with the disk of an export, on a thread of its own.
 pub(crate) trait Task {
@@ -170,10 +170,20 @@ impl<T: Task> Tasks<T> {
         Ok(task)
     }
 
-    /// Has all of them end, and waits for that. Returns whether they have within `timeout`.
+    /// Has all of them end for good, and waits for that. Returns whether they have within `timeout`.
     pub(crate) fn stop(&self, timeout: Duration) -> bool {
-        let mut all = self.lock();
-        all.is_stopping = true;
+        self.lock().is_stopping = true;
+        self.end_all(timeout)
+    }
+
+    /// Those that run, with their exports.
+    pub(crate) fn running(&self) -> Vec<(ExportId, Arc<T>)> {
+        self.lock().running().map(|(id, task)| (*id, task.clone())).collect()
+    }
+
+    /// Has all of them end, and waits for that. Returns whether they have within `timeout`.
+    pub(crate) fn end_all(&self, timeout: Duration) -> bool {
+        let all = self.lock();
         all.running().for_each(|(_, task)| task.cancel());
         let is_running = |all: &mut All<T>| all.running().next().is_some();
         let waited = self.0.ended.wait_timeout_while(all, timeout, is_running);

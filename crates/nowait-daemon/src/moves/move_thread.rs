@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use nowait_control::ControlError;
 use nowait_copy::{Error, Mirror, MirrorPart, MirroredDisk, Phase, Progress};
-use nowait_server::{ChangeTracker, ExportId, Exports};
+use nowait_server::{ChangeTracker, ExportId, Exports, copy_changes};
 use tracing::{info, warn};
 
 use crate::disks::image_exchange::ImageExchange;
@@ -22,8 +22,6 @@ use crate::moves::move_state::{End, Job, Stage};
 use crate::moves::target::MoveTarget;
 use crate::moves::{Task, Tasks};
 
-/// The most changed ranges that are taken together.
-const TAKEN_RANGES: usize = 4096;
 /// So few changed bytes are left for the pause.
 const FEW_BYTES: u64 = 4 << 20;
 /// After so many rounds that do not leave less to copy, the writers are called faster.
@@ -294,18 +292,11 @@ impl MoveThread {
         counter: &Counter<'_>,
         deadline: Option<Instant>,
     ) -> Result<MirrorPart, Error> {
-        let mut from = 0;
-        loop {
-            let ranges = self.tracker.take(from, TAKEN_RANGES);
-            let Some(last) = ranges.last() else { return Ok(MirrorPart::Complete) };
-            from = last.pos + last.len;
+        let is_complete = copy_changes(&self.tracker, |ranges| {
             counter.begin(ranges.iter().map(|range| range.len).sum());
-            let copied = mirror.copy_ranges(&ranges, deadline);
-            if copied != Ok(MirrorPart::Complete) {
-                self.tracker.put_back(&ranges);
-                return copied;
-            }
-        }
+            Ok(mirror.copy_ranges(ranges, deadline)? == MirrorPart::Complete)
+        })?;
+        Ok(if is_complete { MirrorPart::Complete } else { MirrorPart::Late })
     }
 
     /// Exchanges the image, if the rest is copied within the pause.
@@ -347,10 +338,11 @@ impl MoveThread {
 
     /// Says which bitmaps are not stored any more.
     fn note_bitmaps(&self, target: Option<&MoveTarget>) {
+        let Some(target) = target.filter(|_| !self.job.has_notes()) else { return };
         let all = self.exports.bitmaps(self.id).unwrap_or_default();
-        let stored = all.iter().filter(|bitmap| bitmap.persistent);
-        let names: Vec<_> = stored.map(|bitmap| bitmap.spec.name.as_str()).collect();
-        if let (Some(target), false) = (target, names.is_empty() || self.job.has_notes()) {
+        let lost = all.iter().filter(|it| it.persistent && !target.stores_bitmap(&it.spec.name));
+        let names: Vec<_> = lost.map(|bitmap| bitmap.spec.name.as_str()).collect();
+        if !names.is_empty() {
             self.job.note(format!(
                 "{} stores no bitmaps of it: these go on in memory only: {}",
                 target.name,

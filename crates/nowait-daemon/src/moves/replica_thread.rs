@@ -3,24 +3,27 @@
 //!
 //! Invariant: what has changed and is not durable on the target is in the tracker, so that a later round copies it.
 
+use std::convert::Infallible;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
+use nowait::ByteRange;
 use nowait_copy::{Error, Mirror, MirroredDisk, Phase, Progress};
 use nowait_image::{ChainOptions, Format, Image};
 use nowait_remote::{Location, RemoteOptions};
-use nowait_server::{BackupEnd, BackupSpec, ChangeTracker, ExportId, Exports, scratch_file};
+use nowait_server::{
+    BackupEnd, BackupSpec, ChangeTracker, ChangedRanges, ExportId, Exports, copy_changes,
+    scratch_file,
+};
 use tracing::{info, warn};
 
 use crate::error::{os_message, plain};
 use crate::moves::replication_state::Replica;
 use crate::moves::{Task, Tasks};
 
-/// The most changed ranges that are copied before a flush.
-const TAKEN_RANGES: usize = 4096;
 /// How long requests in flight may take to end at the begin of a round.
 /// Beyond it: the round fails, and is tried again.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
@@ -79,12 +82,12 @@ impl ReplicaThread {
         }
     }
 
-    /// Begins to replicate the disk to `image`, on a thread of its own.
+    /// Begins to replicate the disk to `image`, on a thread of its own; without one, to the target as soon as that is opened.
     ///
     /// # Errors
     /// There is no thread.
-    pub(crate) fn start(self, image: Image) -> io::Result<()> {
-        let rounds = Rounds { image: Some(image), ..Rounds::default() };
+    pub(crate) fn start(self, image: Option<Image>) -> io::Result<()> {
+        let rounds = Rounds { image, ..Rounds::default() };
         let name = "nowait-replica".to_owned();
         thread::Builder::new().name(name).spawn(move || self.run(rounds)).map(drop)
     }
@@ -211,28 +214,19 @@ impl ReplicaThread {
             mirror.copy_all(false)?;
             return mirror.flush(None).map(drop);
         };
-        let mut from = 0;
-        loop {
-            let ranges = changes.take(from, TAKEN_RANGES);
-            let Some(last) = ranges.last() else { return Ok(()) };
-            from = last.pos + last.len;
+        let copied = copy_changes(changes, |ranges| {
             // Changes that are not durable when the connection is lost may be lost with it.
-            let copied = mirror.copy_ranges(&ranges, None).and_then(|_| mirror.flush(None));
-            if let Err(error) = copied {
-                changes.put_back(&ranges);
-                return Err(error);
-            }
-        }
+            mirror.copy_ranges(ranges, None).and_then(|_| mirror.flush(None)).map(|_| true)
+        });
+        copied.map(drop)
     }
 }
 
 /// Marks in `to` what is changed in `from`.
 fn move_changes(from: &ChangeTracker, to: &ChangeTracker) {
-    let mut at = 0;
-    loop {
-        let ranges = from.take(at, TAKEN_RANGES);
-        let Some(last) = ranges.last() else { return };
-        at = last.pos + last.len;
-        to.put_back(&ranges);
-    }
+    let mark = |ranges: &[ByteRange]| {
+        to.put_back(ranges);
+        Ok::<_, Infallible>(true)
+    };
+    let Ok(_) = copy_changes(from, mark);
 }

@@ -4,13 +4,15 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use nowait_control::ReplicationInfo;
+use nowait_control::{ReplicationInfo, StartReplication};
 
 use crate::moves::{Task, TaskState};
 
 /// A replication.
 pub(crate) struct Replica {
     pub(crate) state: TaskState<ReplicationInfo>,
+    /// What it was begun with.
+    pub(crate) start: StartReplication,
     since: SystemTime,
 }
 
@@ -32,16 +34,16 @@ impl Task for Replica {
 }
 
 impl Replica {
-    /// A replication to `target`, a round `every` so often.
-    pub(crate) fn new(target: String, every: Duration) -> Self {
+    /// The replication of `start`, a round `every` so often.
+    pub(crate) fn new(start: &StartReplication, every: Duration) -> Self {
         let info = ReplicationInfo {
-            target,
+            target: start.target.clone(),
             state: "copying".into(),
             running: true,
             every_seconds: every.as_secs(),
             ..ReplicationInfo::default()
         };
-        Self { state: TaskState::new(info), since: SystemTime::now() }
+        Self { state: TaskState::new(info), start: start.clone(), since: SystemTime::now() }
     }
 
     /// Its state.

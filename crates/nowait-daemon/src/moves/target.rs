@@ -8,6 +8,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use nowait_control::{ControlError, StartMove};
+use nowait_image::bitmap_changes::{self, NewBitmap};
 use nowait_image::create::{CreateOptions, create_unnamed};
 use nowait_image::{AtomicFile, ChainOptions, Format, HandedOver, Locking, formats};
 use nowait_remote::Location;
@@ -17,6 +18,8 @@ use crate::disks::allowed_places::{AllowedPlaces, absolute};
 use crate::disks::open_disk::{Common, ImageIdentity, OpenedDisk};
 
 const PRIVATE_MODE: u32 = 0o600;
+/// The unit of the size of a qcow2 disk.
+const SECTOR_BYTES: u64 = 512;
 
 /// The disk that moves, as it is served.
 pub(crate) struct MovedDisk {
@@ -25,6 +28,8 @@ pub(crate) struct MovedDisk {
     pub(crate) options: ChainOptions,
     pub(crate) description: Option<String>,
     pub(crate) size: u64,
+    /// The bitmaps that its image stores.
+    pub(crate) bitmaps: Vec<NewBitmap>,
 }
 
 /// The new place, open and empty.
@@ -102,12 +107,23 @@ impl MoveTarget {
     ) -> Result<Self, ControlError> {
         let path = allowed.new_image(&start.target)?;
         let format = format_of(start, &path)?;
+        if !format.is_raw() && !moved.size.is_multiple_of(SECTOR_BYTES) {
+            return Err(conflict(format!(
+                "{}: the disk has {} bytes, and a qcow2 image whole sectors of 512 bytes (move it with --format raw, or make it \
+                 larger first, with nowait export resize)",
+                path.display(),
+                moved.size
+            )));
+        }
         let options = CreateOptions {
             backing_locking: Locking::Unlocked,
             ..CreateOptions::new(format, Some(moved.size))
         };
         let (file, _) = create_unnamed(&path, &options).map_err(conflict)?;
         let file = file.with_mode(mode_of(moved));
+        if !format.is_raw() {
+            bitmap_changes::add_to_new(file.path(), &moved.bitmaps).map_err(conflict)?;
+        }
         let fd = file.file().fd().and_then(|fd| fd.try_clone_to_owned()).map_err(failed)?;
         // The format of a raw image that was not given is looked at the next time, too.
         let given = start.format.is_some() || moved.options.format.is_some() || !format.is_raw();
@@ -128,6 +144,11 @@ impl MoveTarget {
     /// Whether it is a new file, all of whose disk reads as zeros.
     pub(crate) const fn is_new(&self) -> bool {
         self.file.is_some()
+    }
+
+    /// Whether the new image has the bitmap `name`, for the bits of the exchange.
+    pub(crate) fn stores_bitmap(&self, name: &str) -> bool {
+        self.disk.image.bitmap_store().is_some_and(|store| store.keeps(name))
     }
 
     /// Gives a complete file its name, durably. Returns what is served from then on.

@@ -72,6 +72,7 @@ impl<'a> Serving<'a> {
             add_places(&mut disks.lock(), &clients);
             receiver.restore(&server.exports(), later, clients)?;
             places.devices.start()?;
+            running.restore_replications(&receiver.exports);
         }
         let pid_file = places.pid_file.iter().filter_map(|file| file.appear().err());
         pid_file.for_each(|error| warn!("{error}"));

@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 
-use nowait_control::PatchExport;
+use nowait_control::{PatchExport, StartReplication};
 use nowait_nbd::Address;
 use nowait_server::{BitmapSpec, Listener, SplitState, VmmSetup};
 use serde::{Deserialize, Serialize};
@@ -87,6 +87,9 @@ pub(crate) struct ExportState {
     /// Its dirty bitmaps; their bits come later.
     #[serde(default)]
     pub(crate) bitmaps: Vec<BitmapMessage>,
+    /// Its replication, which begins again; a program that does not know it ends it.
+    #[serde(default)]
+    pub(crate) replication: Option<StartReplication>,
 }
 
 /// A dirty bitmap, as [`BitmapSpec`].

@@ -315,6 +315,7 @@ mod tests {
             backing: Vec::new(),
             changes: PatchExport::default(),
             bitmaps: Vec::new(),
+            replication: None,
         }
     }
 

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use nowait::ByteRange;
 
 use crate::dirty_bitmaps::dirty_bitmap::DirtyBitmap;
+use crate::exports::changed_ranges::ChangedRanges;
 use crate::registered_export::RegisteredExport;
 
 /// The changes of an export since they were taken last, in granules of 64 KiB, or larger ones of disks beyond 2 TiB. No
@@ -26,22 +27,20 @@ impl ChangeTracker {
         self.export.export().disk().size()
     }
 
-    /// Takes at most `most` changed ranges, from byte `from` of the disk on: they are not changed any more. A change that
-    /// ends after that is marked again, so bytes that are read afterwards are never older than what is taken.
-    #[must_use]
-    pub fn take(&self, from: u64, most: usize) -> Vec<ByteRange> {
-        self.bits.take(from, self.size(), most)
-    }
-
-    /// Marks ranges as changed that were taken, and not copied.
-    pub fn put_back(&self, ranges: &[ByteRange]) {
-        ranges.iter().for_each(|range| _ = self.bits.set(*range));
-    }
-
     /// Bytes of the disk that are changed.
     #[must_use]
     pub fn changed_bytes(&self) -> u64 {
         self.bits.dirty_bytes(self.size())
+    }
+}
+
+impl ChangedRanges for ChangeTracker {
+    fn take(&self, from: u64, most: usize) -> Vec<ByteRange> {
+        self.bits.take(from, self.size(), most)
+    }
+
+    fn put_back(&self, ranges: &[ByteRange]) {
+        ranges.iter().for_each(|range| _ = self.bits.set(*range));
     }
 }
 

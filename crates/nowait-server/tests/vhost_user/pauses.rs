@@ -2,13 +2,16 @@
 //!
 //! Invariant: a guest sees a pause and nothing else.
 
+use std::convert::Infallible;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use nowait::{BlockDevice, OpenOptions};
-use nowait_server::{AnyExport, Export, ExportError};
+use nowait::{BlockDevice, ByteRange, OpenOptions};
+use nowait_server::{AnyExport, Export, ExportError, copy_changes};
 use nowait_testkit::nbd::{Client, Mode};
 use nowait_testkit::worker_only_image::{SEVEN, WorkerOnlyImage};
 use nowait_testkit::{BOUND, wait_until};
@@ -63,6 +66,50 @@ fn guests_and_clients_go_on_where_they_were_on_another_device() {
     let totals = &scene.exports.status()[0].totals;
     let requests: u64 = totals.iter().map(|(_, totals)| totals.requests()).sum();
     assert_eq!(requests, 3 * 3 + 3, "the counts go on");
+}
+
+#[test]
+fn a_disk_moves_while_a_guest_writes_and_has_all_of_it_in_the_new_place() {
+    let scene = Scene::new();
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (id, path) = (scene.exports.list()[0].0, directory.path().join("moved"));
+    let mut driver = Driver::connect(&scene.sockets[0]);
+    let changes = scene.exports.track_changes(id).unwrap();
+    let (new, old) = (export_of(&path, 9), File::open(&scene.image).unwrap());
+    let to = File::options().write(true).open(&path).unwrap();
+    let mut copied = Vec::new();
+    let mut copy = |range: ByteRange| {
+        let mut bytes = vec![0; range.len as usize];
+        old.read_exact_at(&mut bytes, range.pos).unwrap();
+        to.write_all_at(&bytes, range.pos).unwrap();
+        copied.push(range);
+    };
+    let mut write = |sector: u64, byte: u8| {
+        driver.write(DATA, &[byte; 512]);
+        assert_eq!(driver.request(WRITE, sector, &[(DATA, SECTOR)]).0, OK);
+        assert_eq!(driver.request(FLUSH, 0, &[]).0, OK);
+    };
+    copy(ByteRange::new(0, SIZE));
+    write(0, 50);
+    write(4096, 51);
+    let parked = scene.exports.pause_export(id, BOUND).unwrap();
+    let rest = copy_changes(&changes, |ranges| {
+        ranges.iter().for_each(|range| copy(*range));
+        Ok::<_, Infallible>(true)
+    });
+    assert_eq!(rest, Ok(true));
+    parked.replace(new).unwrap();
+    drop(parked);
+    write(8, 52);
+    for (sector, byte) in [(0, 50), (4096, 51), (8, 52), (100, 101)] {
+        assert_eq!(driver.request(READ, sector, &[(DATA, SECTOR)]), (OK, SECTOR + 1));
+        assert_eq!(driver.read(DATA, 512), [byte; 512], "sector {sector}");
+    }
+    let granule = |at| ByteRange::new(at, 64 << 10);
+    assert_eq!(copied, [ByteRange::new(0, SIZE), granule(0), granule(4096 * 512)]);
+    let mut before = [0; 512];
+    old.read_exact_at(&mut before, 8 * 512).unwrap();
+    assert_eq!(before, [9; 512], "the image before has no more changes");
 }
 
 #[test]
