@@ -8,6 +8,8 @@ mod handle_disk;
 mod timed_request;
 pub(crate) mod file_call;
 mod file_turns;
+#[macro_use]
+mod async_file_methods;
 pub(crate) mod async_file;
 pub(crate) mod local_file;
 #[cfg(any(feature = "futures-io", all(feature = "tokio", not(loom))))]

@@ -9,9 +9,9 @@ mod caller_transfers;
 mod channel;
 mod driver;
 mod engine_threads;
-mod async_file_calls;
 
 use std::fmt;
+use std::fs::Metadata;
 use std::future::Future;
 use std::path::Path;
 use std::pin::Pin;
@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use crate::api::file_call;
 use crate::api::handle_disk::HandleDisk;
 use crate::api::oneshot::{Receiver, oneshot};
 use crate::api::timed_request::TimedRequest;
@@ -29,6 +30,7 @@ use crate::blocking::worker_pool::WorkerPool;
 use crate::engine::simple_path::SimplePath;
 use crate::memory::io_buffer::IoBuffer;
 use crate::queue::IoQueue;
+use crate::storage::file_calls::{Allocate, FileLock};
 use crate::storage::open_options::OpenOptions;
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
@@ -208,155 +210,7 @@ impl AsyncFile {
         Self { shared, flags: Flags::NONE, timeout: None }
     }
 
-    /// Bytes of the file at present, as [`BlockDevice::size`].
-    #[must_use]
-    pub fn size(&self) -> u64 {
-        self.shared.disk.size()
-    }
-
-    /// This file, of which each read and write has `flags` in addition to its own, such as
-    /// [`Flags::HIPRI`].
-    #[must_use]
-    pub fn with_flags(self, flags: Flags) -> Self {
-        Self { flags: flags | self.flags, ..self }
-    }
-
-    /// This file, of which each read and write has `priority` at the block layer, unless its own flags have
-    /// another one (C88).
-    #[must_use]
-    pub fn with_priority(self, priority: IoPriority) -> Self {
-        Self { flags: self.flags.with_priority(priority), ..self }
-    }
-
-    /// This file with a deadline: each future of this handle that has not completed `timeout` after its first poll ends with
-    /// `ETIMEDOUT`, and gives back an empty buffer: the request or call goes on as if its future had been dropped, so
-    /// that a write or an append may or may not be done, and its memory is freed when the kernel has left it (C84).
-    #[must_use]
-    pub fn with_timeout(self, timeout: Duration) -> Self {
-        Self { timeout: Some(timeout), ..self }
-    }
-
-    /// Reads into `buffer` from byte `pos` on. The result is the bytes read: fewer than
-    /// `buffer.len()` only past the end of the file (C17).
-    ///
-    /// # Errors
-    /// `EINVAL` for a range beyond `i64::MAX` (C08); the errno of preadv2(2). The buffer is given
-    /// back.
-    pub fn read_at(
-        &self,
-        buffer: IoBuffer,
-        pos: u64,
-    ) -> impl Future<Output = (Result<usize, Error>, IoBuffer)> + Send + Unpin + use<> {
-        self.request(Op::Read, self.flags, ByteRange::new(pos, buffer.len() as u64), buffer)
-    }
-
-    /// Writes `buffer` from byte `pos` on; a file grows as needed (C57). The result is the bytes
-    /// written: fewer than `buffer.len()` only where the write crosses the end of a disk (C25), or where
-    /// an error follows. With [`Flags::DSYNC`] they are durable (C28).
-    ///
-    /// # Errors
-    /// `EROFS` on a read-only device, `ENOSPC` at or past the end of a disk and where no space is
-    /// left, `EINVAL` for a range beyond `i64::MAX`, `EAGAIN` under [`Flags::NOWAIT`]; the errno of pwritev2(2) or fdatasync(2). The
-    /// buffer is given back.
-    pub fn write_at(
-        &self,
-        buffer: IoBuffer,
-        pos: u64,
-        flags: Flags,
-    ) -> impl Future<Output = (Result<usize, Error>, IoBuffer)> + Send + Unpin + use<> {
-        self.request(
-            Op::Write,
-            flags | self.flags,
-            ByteRange::new(pos, buffer.len() as u64),
-            buffer,
-        )
-    }
-
-    /// Reads into all of `buffers` in turn, without a copy where the device allows that. The result is as that of
-    /// [`AsyncFile::read_at`].
-    ///
-    /// # Errors
-    /// Like [`AsyncFile::read_at`]; `EINVAL` for more than 1024 buffers (C04).
-    pub fn read_vectored_at(
-        &self,
-        buffers: Vec<IoBuffer>,
-        pos: u64,
-    ) -> impl Future<Output = (Result<usize, Error>, Vec<IoBuffer>)> + Send + use<> {
-        self.vectored(Op::Read, self.flags, pos, buffers)
-    }
-
-    /// Writes all of `buffers` in turn, without a copy where the device allows that. The result is as that of
-    /// [`AsyncFile::write_at`].
-    ///
-    /// # Errors
-    /// Like [`AsyncFile::write_at`]; `EINVAL` for more than 1024 buffers (C04).
-    pub fn write_vectored_at(
-        &self,
-        buffers: Vec<IoBuffer>,
-        pos: u64,
-        flags: Flags,
-    ) -> impl Future<Output = (Result<usize, Error>, Vec<IoBuffer>)> + Send + use<> {
-        self.vectored(Op::Write, flags | self.flags, pos, buffers)
-    }
-
-    fn vectored(
-        &self,
-        op: Op,
-        flags: Flags,
-        pos: u64,
-        buffers: Vec<IoBuffer>,
-    ) -> impl Future<Output = (Result<usize, Error>, Vec<IoBuffer>)> + Send + use<> {
-        let len = buffers.iter().map(|buffer| buffer.len() as u64).sum();
-        let request = self.request(op, flags, ByteRange::new(pos, len), IoBuffer::list(buffers));
-        async move {
-            let (done, buffers) = request.await;
-            (done, buffers.into_list())
-        }
-    }
-
-    /// Makes every write durable that had ended when this is first polled (C49).
-    ///
-    /// # Errors
-    /// The errno of fdatasync(2); after a failed flush always `EIO` (C51).
-    pub fn flush(&self) -> impl Future<Output = Result<(), Error>> + Send + use<> {
-        self.no_data(Op::Flush, Flags::NONE, ByteRange::default())
-    }
-
-    /// Releases the storage of `range`, which then reads as zeros where the file system can punch
-    /// holes.
-    ///
-    /// # Errors
-    /// `EOPNOTSUPP` where it cannot; `EROFS`; the errno of fallocate(2).
-    pub fn discard(
-        &self,
-        range: ByteRange,
-    ) -> impl Future<Output = Result<(), Error>> + Send + use<> {
-        self.no_data(Op::Discard, Flags::NONE, range)
-    }
-
-    /// Makes `range` read as zeros. With [`Flags::NO_UNMAP`] it keeps its storage; with
-    /// [`Flags::FAST_ZERO`] the request fails unless zeroing is cheap.
-    ///
-    /// # Errors
-    /// `EOPNOTSUPP` for `FAST_ZERO` where zeroing is not cheap; `EROFS`; the errno of fallocate(2)
-    /// or pwritev2(2).
-    pub fn zero(
-        &self,
-        range: ByteRange,
-        flags: Flags,
-    ) -> impl Future<Output = Result<(), Error>> + Send + use<> {
-        self.no_data(Op::Zero, flags, range)
-    }
-
-    fn no_data(
-        &self,
-        op: Op,
-        flags: Flags,
-        range: ByteRange,
-    ) -> impl Future<Output = Result<(), Error>> + Send + use<> {
-        let request = self.request(op, flags, range, IoBuffer::default());
-        async move { request.await.0.map(|_| ()) }
-    }
+    async_file_requests!(shared, Send);
 
     pub(super) fn request(
         &self,
@@ -374,6 +228,12 @@ impl AsyncFile {
         };
         TimedRequest::new(future, self.timeout)
     }
+}
+
+/// Each future makes its call when it is first polled, on a thread of the process. If it is dropped
+/// later, or its time is over (`with_timeout`), the call goes on.
+impl AsyncFile {
+    async_file_calls!(shared, Send);
 }
 
 impl fmt::Debug for AsyncFile {
