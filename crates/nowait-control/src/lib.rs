@@ -18,10 +18,12 @@ mod bitmap_api;
 mod load;
 mod controlled_server;
 mod client_error;
+mod verb;
 #[cfg(feature = "http")]
 mod http;
 #[cfg(not(feature = "http"))]
 mod disabled;
+mod client_calls;
 
 #[cfg(not(feature = "http"))]
 use disabled as http;
