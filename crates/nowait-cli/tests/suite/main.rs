@@ -94,6 +94,7 @@ mod ublk_pauses;
 mod ublk_takeover;
 mod upgrade;
 mod upgrade_changes;
+mod documented_backups;
 mod end_after_upgrade;
 mod vhost_connects;
 mod vhost_user;

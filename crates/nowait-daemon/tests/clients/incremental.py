@@ -96,8 +96,8 @@ def main():
     found = extents(h, contexts, size)
     assert all(end(all_of) == size for all_of in found.values()), found
     data = [(start, length) for start, length, flags in found[ALLOCATION] if not flags & nbd.STATE_ZERO]
-    dirty = [(start, length) for start, length, flags in found[contexts[-1]] if flags & 1]
-    for start, length in dirty if sys.argv[3:] else data:
+    dirty = [(start, length) for of in contexts[1:] for start, length, flags in found[of] if flags & 1]
+    for start, length in dirty if contexts[1:] else data:
         copy(h, target, start, length)
     os.close(target)
     h.shutdown()
