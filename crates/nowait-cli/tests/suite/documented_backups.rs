@@ -11,7 +11,7 @@ use nowait_testkit::{Running, require_tool, tool, wait_until};
 use crate::common::disk_with_bitmaps::has_qemu;
 use crate::common::{Finished, KIB, MIB, NOWAIT, Scratch, Server, accepted, text};
 
-/// What a script begins with. `serve` ends the server before, and returns when the next one serves.
+/// The beginning of each script. `serve` stops the server before, and returns when the next one serves.
 const PRELUDE: &str = r#"
 set -e
 nowait() { "$NOWAIT" "$@"; }
@@ -159,8 +159,8 @@ fn bitmaps_are_stored_by_the_commands_of_the_document() {
     let qcow2 = block("nowait serve disk.qcow2");
     assert!(user.runs(&format!("{qcow2}{listed}")).contains("monday"));
     let raw = block("nowait serve disk.img --allow-dir \"$PWD\" &");
-    let (beside, elsewhere) = raw.trim().split_once('\n').expect("two servers");
-    let said = user.runs(&[beside, "\n", add, elsewhere, "\n", add, listed].concat());
+    let (adjacent, elsewhere) = raw.trim().split_once('\n').expect("two servers");
+    let said = user.runs(&[adjacent, "\n", add, elsewhere, "\n", add, listed].concat());
     assert!(said.trim_end().ends_with("yes"), "it is stored: {said}");
     assert!(user.path("disk.img.bitmaps.qcow2").exists());
     assert_eq!(fs::read_dir(user.path("bitmaps")).expect("a directory").count(), 1);
@@ -181,7 +181,7 @@ fn a_disk_moves_by_the_commands_of_the_document() {
     }
     fs::rename(user.disk("vm.img"), user.path("old/vm.img")).expect("a file to rename");
     let commands = block("nowait serve vm=/old/vm.img");
-    // The last move has ended, or is cancelled.
+    // The last move is complete, or is cancelled.
     let (all, cancel) = commands.trim_end().rsplit_once('\n').expect("a last command");
     let said = user.runs(&format!("{all}\nif {cancel}\nthen :; fi\n"));
     assert!(said.contains("moving to nbd+unix:"), "{said}");
@@ -262,7 +262,7 @@ fn a_backup_in_the_way_of_proxmox_is_made_by_the_commands_of_the_document() {
     tool("qemu-img").args(["bitmap", "--disable", text(&source), "b"]).succeeds();
     fs::copy(&source, user.path("before.qcow2")).expect("a copy");
     let mut server = qemu_with_a_backup(&user, true);
-    // What the machine writes now is in no point.
+    // The machine's writes from now on are in no point.
     let guest = format!("nbd+unix:///guest?socket={}", text(&user.path("nbd")));
     io(&guest, &["write -P 4 1M 64k", "write -P 4 7M 64k"]);
     let said = user.runs(&[given, lines[1], "\n", lines[2]].concat());
@@ -271,7 +271,7 @@ fn a_backup_in_the_way_of_proxmox_is_made_by_the_commands_of_the_document() {
     user.same("restored.img", "before.qcow2");
 }
 
-/// What Incus does for the commands of the document: bitmaps in an image whose data file is the volume, and QEMU's server
+/// Incus's part in the commands of the document: bitmaps in an image whose data file is the volume, and QEMU's server
 /// of both for one connection. The image names a data file that does not exist, as that of Incus.
 const INCUS: &str = r#"
 both=driver=qcow2,file.filename=metadata.qcow2,data-file.driver=file,data-file.filename=volume

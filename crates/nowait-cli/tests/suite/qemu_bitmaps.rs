@@ -13,7 +13,7 @@ use crate::common::{Finished, KIB, MIB, Scratch, Server, text};
 use crate::control::Controlled;
 use crate::copy_other_servers::Peer;
 
-/// Dirty in a bitmap, which QEMU shows as data that is not there.
+/// QEMU shows what is dirty as data that is not there.
 const DIRTY: bool = true;
 /// Clean in a bitmap, which QEMU shows as data.
 const CLEAN: bool = false;
@@ -91,7 +91,7 @@ fn qemu_finds_in_our_exports_the_bitmaps_that_it_finds_in_those_of_its_own_serve
         let arguments: Vec<&str> = arguments.chain(bitmaps.iter().map(|it| &**it)).collect();
         let peer = Peer::qemu_nbd(&scratch, &image, &arguments);
         let context = |name: &str| format!("qemu:dirty-bitmap:{name}");
-        // Parts of the disk are asked for, too: neither ends at a granule.
+        // Parts of the disk are asked for, too: neither limit is that of a granule.
         let parts: [&[&str]; 3] = [&[], &["--max-length=12345"], &["--start-offset=12345"]];
         let maps_of = |socket: &Path, export: &str| {
             names.map(|(name, _)| parts.map(|part| map(socket, export, &context(name), part)))
