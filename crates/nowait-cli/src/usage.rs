@@ -4,7 +4,7 @@
 //! suggested alternative exists.
 
 use std::error::Error as _;
-use std::ffi::OsStr;
+use std::ffi::OsString;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser};
@@ -22,8 +22,7 @@ const LETTERS_PER_TYPO: usize = 4;
 /// Parses the command line. The error is the exit status: help was requested and printed, or the
 /// command line was wrong and the message was printed.
 pub(crate) fn parse() -> Result<Cli, u8> {
-    let first = std::env::args_os().nth(1);
-    Cli::try_parse().map_err(|error| end(&error, command_named(first.as_deref())))
+    Cli::try_parse().map_err(|error| end(&error, command_named(std::env::args_os().skip(1))))
 }
 
 /// Reports that the command line of `command` is wrong in a way that parsing does not detect.
@@ -37,11 +36,18 @@ fn status(command: &str) -> u8 {
     if command == "check" { CHECK_USAGE_STATUS } else { USAGE_STATUS }
 }
 
-/// The name of a command, or an empty string where `first` is not a command.
-fn command_named(first: Option<&OsStr>) -> String {
-    let first = first.and_then(OsStr::to_str).unwrap_or_default();
-    let known = Cli::command();
-    known.find_subcommand(first).map_or(String::new(), |command| command.get_name().to_owned())
+/// The command that `arguments` begin with, as `export backup start`; empty if they begin with none.
+fn command_named(arguments: impl Iterator<Item = OsString>) -> String {
+    let root = Cli::command();
+    let (mut known, mut names) = (&root, Vec::new());
+    for argument in arguments {
+        let Some(command) = argument.to_str().and_then(|name| known.find_subcommand(name)) else {
+            break;
+        };
+        names.push(command.get_name());
+        known = command;
+    }
+    names.join(" ")
 }
 
 fn end(error: &clap::Error, command: String) -> u8 {
@@ -202,8 +208,7 @@ mod tests {
     use super::*;
 
     fn message(line: &str) -> String {
-        let mut parts = line.split(' ');
-        let command = command_named(parts.nth(1).map(OsStr::new));
+        let command = command_named(line.split(' ').skip(1).map(OsString::from));
         words(&Cli::try_parse_from(line.split(' ')).unwrap_err(), &command)
     }
 
@@ -290,6 +295,18 @@ mod tests {
                 Ok(cli) => assert_eq!(cli.command.check(), Ok(()), "{line}"),
                 Err(error) => assert_eq!(error.kind(), ErrorKind::DisplayVersion, "{line}"),
             }
+        }
+    }
+
+    #[test]
+    fn the_manual_of_a_command_of_a_command_is_named() {
+        for (line, command) in [
+            ("export backup start a --only-dirty", "export backup start"),
+            ("export backup", "export backup"),
+            ("backup a list", "backup"),
+            ("--version serve", ""),
+        ] {
+            assert_eq!(command_named(line.split(' ').map(OsString::from)), command, "{line}");
         }
     }
 

@@ -318,3 +318,23 @@ fn a_backup_in_the_way_of_incus_is_made_by_the_commands_of_the_document() {
     accepted(&["restore", text(&user.path("chain")), text(&restored), "-O", "raw"]);
     assert!(fs::read(restored).expect("it") == fs::read(user.path("second")).expect("the volume"));
 }
+
+#[test]
+fn the_volume_and_the_bitmaps_of_a_stopped_machine_of_incus_are_served_by_a_link() {
+    if !has_qemu() || !require_tool("nbdcopy") {
+        return;
+    }
+    let user = User::new(&[]);
+    user.disk("volume");
+    fs::write(user.path("changed"), [7; 100_000]).expect("a file");
+    let add = "qemu-img bitmap --add --image-opts \"$both\" monday\n";
+    let serve = "serve metadata.qcow2 --data-file volume --nbd unix:/tmp/nbd\n";
+    user.script(&[INCUS, add, serve].concat()).fails();
+    let uri = "'nbd+unix:///?socket=/tmp/nbd'";
+    let change = format!("nbdcopy changed {uri}\nnowait export bitmap list @0\nstop\n");
+    let look = "qemu-img bitmap --disable --image-opts \"$both\" monday\n";
+    let said = user.runs(&[INCUS, add, "ln -s volume gone\n", serve, &change, look].concat());
+    assert!(said.contains("monday") && said.contains("128 KiB"), "{said}");
+    let changed = fs::read(user.path("volume")).expect("the volume");
+    assert!(changed[..100_000].iter().all(|byte| *byte == 7));
+}
