@@ -2,15 +2,15 @@
 
 #[path = "../../examples/redb_storage.rs"]
 #[expect(dead_code, reason = "the test calls what its `main` calls")]
-mod redb_storage;
+mod example;
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use example::{TABLE, get, open, put, run};
 use nowait_testkit::Random;
 use redb::ReadableTableMetadata;
-use redb_storage::{TABLE, get, open, put, run};
 
 /// The program of a child: the file in which it commits until it is killed.
 const CHILD: &str = "NOWAIT_REDB_CHILD";
