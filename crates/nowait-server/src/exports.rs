@@ -21,6 +21,7 @@ use crate::backup::backup_spec::BackupStatus;
 use crate::export::ExportId;
 use crate::export_error::ExportError;
 use crate::frontend_kind::FrontendKind;
+use crate::frontends::export_device::NewDevice;
 use crate::nbd::connection_state::ConnectionState;
 use crate::net::connection_limit::ConnectionStatus;
 use crate::net::listener::Listener;
@@ -29,7 +30,6 @@ use crate::registered_export::RegisteredExport;
 use crate::statistics::FrontendTotals;
 use crate::threads::Shared;
 use crate::threads::pause::{PausedExport, PausedServer};
-use crate::vhost_user::control_thread::PausedDevice;
 
 /// The time in which a thread that was woken up has published its counts.
 const PUBLISH_TIME: Duration = Duration::from_millis(2);
@@ -427,11 +427,15 @@ impl Exports {
         self.0.restore(id, connection);
     }
 
-    /// Serves the virtual machines of a device of another process, as export `id`.
+    /// Serves export `id` as one device more, as that of another process ([`crate::PausedDevice`]).
     ///
     /// # Errors
     /// [`ExportError::NotFound`]. [`ExportError::System`]: its thread could not be started.
-    pub fn restore_device(&self, id: ExportId, device: PausedDevice) -> Result<(), ExportError> {
+    pub fn restore_device(
+        &self,
+        id: ExportId,
+        device: impl Into<NewDevice>,
+    ) -> Result<(), ExportError> {
         self.0.add_device(id, device.into())
     }
 
