@@ -534,3 +534,47 @@ fn an_inherent_implementation_is_told_from_a_traits() {
     assert_eq!(inherent("<Q: Queue<T>> Engine<Q> where Q: X { }"), Some("Engine".to_owned()));
     assert_eq!(inherent("<Q> Drop for Engine<Q> { }"), None);
 }
+
+/// Files beside a frontend's own that name vhost-user or ublk: rows in tables, options, commands, and what an upgrade tells of
+/// each. A new frontend needs fewer.
+const NAMES_OF_FRONTENDS: [&str; 19] = [
+    "server/event_loop.rs",
+    "server/frontend_kind.rs",
+    "server/frontends/export_device.rs",
+    "server/frontends.rs",
+    "server/lib.rs",
+    "server/threads/pause.rs",
+    "daemon/config/mod.rs",
+    "daemon/config/notation.rs",
+    "daemon/devices.rs",
+    "daemon/disks/served_disks.rs",
+    "daemon/upgrade/messages.rs",
+    "daemon/upgrade/sender.rs",
+    "control/api.rs",
+    "cli/args/control_args.rs",
+    "cli/args/mod.rs",
+    "cli/args/serve_args.rs",
+    "cli/commands/control.rs",
+    "cli/commands/mod.rs",
+    "cli/lib.rs",
+];
+
+/// A frontend is added in its own files and a few tables (CONTRIBUTING, "A frontend").
+#[test]
+fn only_tables_name_a_frontend_outside_of_its_own_files() {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut naming = Vec::new();
+    for of in ["server", "daemon", "control", "cli"] {
+        let src = crates.join(format!("nowait-{of}/src"));
+        for path in files_below(&src) {
+            let own = path.strip_prefix(&src).unwrap().to_string_lossy().into_owned();
+            let is_named = |text: &str| ["vhost", "ublk"].iter().any(|it| text.contains(it));
+            let is_test = own.contains("tests");
+            if !is_named(&own) && !is_test && is_named(&Source::read(&path).shipped.to_lowercase())
+            {
+                naming.push(format!("{of}/{own}"));
+            }
+        }
+    }
+    assert_eq!(naming, NAMES_OF_FRONTENDS);
+}
