@@ -26,6 +26,7 @@ pub mod virtio_driver;
 pub mod vhost_server;
 pub mod ublk_server;
 pub mod simulation;
+mod random_disk;
 pub mod remote;
 pub mod log;
 pub mod backup;

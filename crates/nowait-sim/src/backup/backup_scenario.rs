@@ -5,6 +5,8 @@
 use nowait::sim::{Faults, Random, SimOptions};
 use nowait::{ByteRange, Config};
 
+use crate::random_disk::{some_config, some_disk, some_range};
+
 /// Bytes of a block of a backup: as small as a simulated disk needs them.
 pub(super) const BLOCK_BYTES: u64 = 4096;
 /// Blocks of the disk.
@@ -64,17 +66,9 @@ impl BackupScenario {
         let mut often = |most: u64| if random.below(3) > 0 { 0 } else { random.below(most) as u16 };
         let faults = Faults { errors: often(2000), shorts: often(4000), ..Faults::default() };
         let cut = random.pick(&[0, 512, 1536]).unwrap_or(0);
-        let mut options = |bytes| SimOptions {
-            pauses: random.pick(&[8000, 30_000, u16::MAX]).unwrap_or(0),
-            punches: random.below(4) > 0,
-            zeroes: random.below(4) > 0,
-            nowait: random.below(4) > 0,
-            align: nowait::Alignment { memory: 512, offset: 512, read_offset: 512 },
-            ..SimOptions::able(bytes)
-        };
         let size = BLOCKS * BLOCK_BYTES;
-        let (disk, scratch) = (options(size - cut), options(size));
-        let config = Config::default();
+        let disk = some_disk(&mut random, size - cut);
+        let scratch = some_disk(&mut random, size);
         Self {
             seed,
             faults,
@@ -83,25 +77,10 @@ impl BackupScenario {
             scratch_bytes: random.pick(&[2, BLOCKS / 2, BLOCKS, BLOCKS]).unwrap_or(BLOCKS)
                 * BLOCK_BYTES,
             cache_holes: random.below(2) == 0,
-            config: Config {
-                nowait_first: random.below(4) > 0,
-                simple: random.below(4) > 0,
-                merge: random.below(2) == 0,
-                ..config
-            },
+            config: some_config(&mut random),
             workers: 1 + random.below(6) as usize,
             depth: 1 + random.below(10) as usize,
         }
-    }
-
-    /// Some bytes of the disk, whole sectors or not.
-    fn some_range(&self, random: &mut Random) -> ByteRange {
-        let unit = random.pick(&[1, 512, 512, BLOCK_BYTES]).unwrap_or(512);
-        let size = self.disk.bytes;
-        let pos = random.below(size / unit) * unit;
-        let most = random.pick(&[600, 600, BLOCK_BYTES, 6 * BLOCK_BYTES]).unwrap_or(600);
-        let len = (1 + random.below(most)).next_multiple_of(unit).min(size - pos);
-        ByteRange::new(pos, len)
     }
 
     /// Step number `n`, and random numbers for its further choices.
@@ -109,7 +88,7 @@ impl BackupScenario {
     pub fn step(&self, n: u64) -> (BackupAction, Random) {
         let mut random = Random::part(self.seed, n);
         let drawn = random.below(1000);
-        let range = self.some_range(&mut random);
+        let range = some_range(&mut random, self.disk.bytes, 6 * BLOCK_BYTES);
         let action = match drawn {
             0..200 => BackupAction::Write(range),
             200..220 => BackupAction::Zero(range),
@@ -128,21 +107,17 @@ impl BackupScenario {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::random_disk::kinds_of_steps;
 
     #[test]
     fn each_kind_of_step_happens_and_is_the_same_again() {
-        let mut kinds = std::collections::HashSet::new();
-        for seed in 0..20 {
-            let scenario = BackupScenario::of(seed);
-            for n in 0..1000 {
-                let (action, _) = scenario.step(n);
-                kinds.insert(std::mem::discriminant(&action));
-                assert_eq!(action, BackupScenario::of(seed).step(n).0);
-                if let BackupAction::Read(range) = action {
-                    assert!(range.len > 0 && range.end() <= scenario.disk.bytes, "{range:?}");
-                }
+        let step = |seed, n| BackupScenario::of(seed).step(n).0;
+        let check = |seed, action: &BackupAction| {
+            if let BackupAction::Read(range) = action {
+                let bytes = BackupScenario::of(seed).disk.bytes;
+                assert!(range.len > 0 && range.end() <= bytes, "{range:?}");
             }
-        }
-        assert_eq!(kinds.len(), 9);
+        };
+        assert_eq!(kinds_of_steps(20, step, check), 9);
     }
 }

@@ -129,21 +129,16 @@ impl LogScenario {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::random_disk::kinds_of_steps;
 
     #[test]
     fn each_kind_of_step_happens_and_is_the_same_again() {
-        let mut kinds = std::collections::HashSet::new();
-        for seed in 0..100 {
-            let scenario = LogScenario::of(seed);
-            for n in 0..1000 {
-                let (action, _) = scenario.step(n);
-                kinds.insert(std::mem::discriminant(&action));
-                assert_eq!(action, LogScenario::of(seed).step(n).0);
-                if let LogAction::Append(len) = action {
-                    assert!((8..=60_008).contains(&len), "{len}");
-                }
+        let step = |seed, n| LogScenario::of(seed).step(n).0;
+        let check = |_, action: &LogAction| {
+            if let LogAction::Append(len) = action {
+                assert!((8..=60_008).contains(len), "{len}");
             }
-        }
-        assert_eq!(kinds.len(), 7);
+        };
+        assert_eq!(kinds_of_steps(100, step, check), 7);
     }
 }

@@ -5,6 +5,8 @@
 use nowait::sim::{Faults, Random, SimOptions};
 use nowait::{ByteRange, Config};
 
+use crate::random_disk::{some_config, some_disk, some_range};
+
 /// Bytes of the disk, before some are cut off: several regions of a bitmap, which are small in a simulation.
 const DISK_BYTES: u64 = 160 << 10;
 
@@ -80,16 +82,8 @@ impl BitmapsScenario {
         };
         let faults = [faults(), faults()];
         let cut = random.pick(&[0, 512, 1536]).unwrap_or(0);
-        let mut options = |bytes| SimOptions {
-            pauses: random.pick(&[8000, 30_000, u16::MAX]).unwrap_or(0),
-            punches: random.below(4) > 0,
-            zeroes: random.below(4) > 0,
-            nowait: random.below(4) > 0,
-            align: nowait::Alignment { memory: 512, offset: 512, read_offset: 512 },
-            ..SimOptions::able(bytes)
-        };
-        let (disk, file) = (options(DISK_BYTES - cut), options(0));
-        let config = Config::default();
+        let disk = some_disk(&mut random, DISK_BYTES - cut);
+        let file = some_disk(&mut random, 0);
         Self {
             seed,
             disk,
@@ -97,25 +91,10 @@ impl BitmapsScenario {
             faults,
             granularity: random.pick(&[512, 4096, 16 << 10]).unwrap_or(4096),
             cache_holes: random.below(2) == 0,
-            config: Config {
-                nowait_first: random.below(4) > 0,
-                simple: random.below(4) > 0,
-                merge: random.below(2) == 0,
-                ..config
-            },
+            config: some_config(&mut random),
             workers: 1 + random.below(6) as usize,
             depth: 1 + random.below(10) as usize,
         }
-    }
-
-    /// Some bytes of the disk, whole sectors or not.
-    fn some_range(&self, random: &mut Random) -> ByteRange {
-        let unit = random.pick(&[1, 512, 512, 4096]).unwrap_or(512);
-        let size = self.disk.bytes;
-        let pos = random.below(size / unit) * unit;
-        let most = random.pick(&[600, 600, 4096, 48 << 10]).unwrap_or(600);
-        let len = (1 + random.below(most)).next_multiple_of(unit).min(size - pos);
-        ByteRange::new(pos, len)
     }
 
     /// Step number `n`, and random numbers for its further choices.
@@ -123,7 +102,7 @@ impl BitmapsScenario {
     pub fn step(&self, n: u64) -> (BitmapsAction, Random) {
         let mut random = Random::part(self.seed, n);
         let drawn = random.below(1000);
-        let range = self.some_range(&mut random);
+        let range = some_range(&mut random, self.disk.bytes, 48 << 10);
         let action = match drawn {
             0..220 => BitmapsAction::Write(range),
             220..240 => BitmapsAction::Zero(range),
@@ -145,21 +124,17 @@ impl BitmapsScenario {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::random_disk::kinds_of_steps;
 
     #[test]
     fn each_kind_of_step_happens_and_is_the_same_again() {
-        let mut kinds = std::collections::HashSet::new();
-        for seed in 0..20 {
-            let scenario = BitmapsScenario::of(seed);
-            for n in 0..1000 {
-                let (action, _) = scenario.step(n);
-                kinds.insert(std::mem::discriminant(&action));
-                assert_eq!(action, BitmapsScenario::of(seed).step(n).0);
-                if let BitmapsAction::Write(range) = action {
-                    assert!(range.len > 0 && range.end() <= scenario.disk.bytes, "{range:?}");
-                }
+        let step = |seed, n| BitmapsScenario::of(seed).step(n).0;
+        let check = |seed, action: &BitmapsAction| {
+            if let BitmapsAction::Write(range) = action {
+                let bytes = BitmapsScenario::of(seed).disk.bytes;
+                assert!(range.len > 0 && range.end() <= bytes, "{range:?}");
             }
-        }
-        assert_eq!(kinds.len(), 10);
+        };
+        assert_eq!(kinds_of_steps(20, step, check), 10);
     }
 }
