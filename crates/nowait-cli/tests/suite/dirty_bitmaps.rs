@@ -8,7 +8,7 @@ use nowait_testkit::nbd::{Client, Command, EINVAL, Mode, REQ_ONE, StatusClient};
 use nowait_testkit::{Random, SetOnDrop, require_tool, seed, tool};
 use serde_json::{Value, json};
 
-use crate::common::{Finished, KIB, MIB, NOWAIT, Scratch, Server, accepted, refusal, text};
+use crate::common::{Finished, KIB, MIB, Scratch, Server, refusal, text};
 use crate::control::Controlled;
 use crate::upgrade::Upgraded;
 
@@ -434,50 +434,6 @@ fn bitmaps_that_qemu_has_stored_in_an_image_are_served_read_only_and_unchanged()
     upgraded.upgrade();
     check(&upgraded.socket(), "");
     assert!(std::fs::read(&image).expect("the image") == before);
-}
-
-/// The commands of the section of docs/backup.md that begins with `title`.
-fn commands_of(title: &str) -> String {
-    let document = include_str!("../../../../docs/backup.md");
-    let (_, section) = document.split_once(title).expect("the section");
-    let (_, begun) = section.split_once("```sh\n").expect("commands");
-    begun.split_once("```").expect("their end").0.to_owned()
-}
-
-#[test]
-fn the_commands_of_the_document_copy_what_has_changed() {
-    if !require_tool("nbdinfo") {
-        return;
-    }
-    let it = Controlled::start();
-    let mut random = Random::from_seed(seed());
-    let mut client = it.server.connect();
-    let mut change = |count| {
-        for _ in 0..count {
-            let data = random.bytes(5000);
-            client.write(random.below(8 * MIB - 5000), &data).expect("a write");
-        }
-    };
-    let shell = |title: &str| {
-        // The server of the test is named, because others of the same user run.
-        let own = format!(
-            "nowait() {{ case $1 in export) {NOWAIT} \"$@\" --control '{}';; *) {NOWAIT} \"$@\";; esac; }}\n",
-            text(&it.socket)
-        );
-        let mut shell = tool("sh");
-        shell.args(["-ec", &(own + &commands_of(title))]).current_dir(it.scratch.path());
-        shell.env("URI", it.server.uri()).succeeds()
-    };
-    change(20);
-    shell("# Incremental backups");
-    change(20);
-    shell("## The next one");
-    let [increment, flat] = ["tuesday.qcow2", "flat.img"].map(|name| it.scratch.join(name));
-    accepted(&["copy", text(&increment), text(&flat), "-O", "raw"]);
-    let copied = std::fs::read(&flat).expect("a copy");
-    assert!(copied == std::fs::read(it.scratch.join("disk.img")).expect("the disk"));
-    assert_eq!(listed(&it), json!([bitmap("tuesday", USUAL, true, 0)]));
-    it.server.stop();
 }
 
 /// Copies what the bitmap called `name` has noted from `reader` into `copy`.

@@ -122,6 +122,30 @@ fn increments_of_a_qcow2_disk_are_made_by_the_commands_of_the_document() {
 }
 
 #[test]
+fn what_a_bitmap_has_noted_is_copied_by_the_commands_of_the_document() {
+    if !["nbdcopy", "nbdinfo"].into_iter().all(require_tool) {
+        return;
+    }
+    let user = User::new(&[]);
+    user.disk("disk.img");
+    fs::write(user.path("changed"), [7; 100_000]).expect("a file");
+    let serve = "serve disk.img --nbd unix:/tmp/nbd\nURI='nbd+unix:///?socket=/tmp/nbd'\n";
+    let first = block("nowait export bitmap add @0 monday");
+    let next = block("nowait export bitmap add @0 tuesday");
+    let listed = "nowait export bitmap list @0 --json\n";
+    let script = [serve, &first, "nbdcopy changed \"$URI\"\n", &next, listed].concat();
+    let said = user.runs(&script);
+    assert!(said.contains("128 KiB (131072 bytes) data"), "{said}");
+    assert!(
+        said.trim_end().ends_with(
+            r#"[{"name":"tuesday","granularity_bytes":65536,"enabled":true,"dirty_bytes":0}]"#
+        ),
+        "{said}"
+    );
+    user.same("disk.img", "tuesday.qcow2");
+}
+
+#[test]
 fn two_disks_are_copied_by_the_commands_of_the_document() {
     let user = User::new(&[]);
     user.disk("root.img");
