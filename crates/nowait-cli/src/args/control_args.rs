@@ -11,6 +11,7 @@ use nowait_nbd::Address;
 use nowait_server::Limits;
 
 use crate::args::change_args::{Change, parse_change};
+use crate::args::help_texts::{BACKUP_START_AFTER_HELP, MOVE_AFTER_HELP};
 use crate::args::image_args::parse_image_format;
 use nowait_daemon::config;
 use nowait_daemon::config::ServeConfig;
@@ -301,13 +302,9 @@ pub(crate) enum ExportAction {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Add, list, clear, merge and remove dirty bitmaps: what was changed since when
     Bitmap(BitmapCommand),
-    /// Begin, list, commit and abort backups: disks as they were at an instant
     Backup(BackupCommand),
-    /// Move the disk of an export to another place while it is in use
     Move(MoveCommand),
-    /// Replicate the disk of an export to another server, again and again
     Replicate(ReplicateCommand),
     /// Make the completed writes of an export durable
     Flush {
@@ -318,7 +315,7 @@ pub(crate) enum ExportAction {
     },
 }
 
-/// Note what is changed on an export, and since when
+/// Add, list, clear, merge and remove dirty bitmaps: what was changed since when
 ///
 /// A dirty bitmap has a bit for each piece of a disk, which is set when a client changes something in
 /// it. NBD clients read it as the context qemu:dirty-bitmap:NAME. It stays when the disk is resized, when
@@ -394,7 +391,7 @@ pub(crate) enum BitmapAction {
     Remove(OneBitmap),
 }
 
-/// Read a disk as it was at an instant, while it goes on being written
+/// Begin, list, commit and abort backups: disks as they were at an instant
 ///
 /// A backup is a read-only export of its own, EXPORT.backup, which NBD clients reach as they reach the
 /// others. Before something is written to the disk, its old bytes are copied to a scratch file. It lasts
@@ -419,6 +416,7 @@ pub(crate) struct EndedBackups {
 #[derive(Debug, Subcommand)]
 pub(crate) enum BackupAction {
     /// Begin backups of disks as they are at one instant; if one cannot begin, none does
+    #[command(after_help = BACKUP_START_AFTER_HELP)]
     Start(StartedBackups),
     /// Finish backups that were read: the frozen bits are dropped
     Commit(EndedBackups),
@@ -475,8 +473,9 @@ pub(crate) struct StartedBackups {
 /// is copied, and clients go on with the disk in its new place. Until then it stays where it was: after 'cancel', an error,
 /// or the end of the server nothing is at the new place, but on a device or an export what was written so far. The image
 /// before stays as it was at the exchange. The server serves the new place from then on, but its command line and its
-/// configuration name the old one: change them before its next start. docs/backup.md has examples.
+/// configuration name the old one: change them before its next start.
 #[derive(Debug, Args)]
+#[command(after_help = MOVE_AFTER_HELP)]
 pub(crate) struct MoveCommand {
     /// The name of the export, or @ID
     #[arg(value_name = "EXPORT")]

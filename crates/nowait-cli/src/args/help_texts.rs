@@ -1,4 +1,4 @@
-//! Texts that `--help` prints after the options of `nowait` and `nowait serve`.
+//! Texts that `--help` prints after the options of a command.
 //!
 //! Invariant: each text ends with the exit statuses.
 
@@ -83,3 +83,36 @@ Exit status:
   2   wrong command line, or the file of --config cannot be read or has a mistake
   66  an IMAGE cannot be opened or is in use
   70  a mistake of this program: one line says where";
+
+/// Of `nowait export backup start`.
+pub(super) const BACKUP_START_AFTER_HELP: &str = "\
+Examples:
+  Copy a disk as it is now:
+    nowait serve vm=disk.img --allow-dir . --nbd unix:/tmp/nbd &
+    nowait export backup start vm
+    nowait copy 'nbd+unix:///vm.backup?socket=/tmp/nbd' copy.img && nowait export backup commit vm
+
+  Keep points of it, of which each later one reads only what has changed:
+    nowait export bitmap add vm nightly
+    nowait export backup start vm --bitmap nightly
+    nowait backup 'nbd+unix:///vm.backup?socket=/tmp/nbd' points --bitmap nightly &&
+      nowait export backup commit vm || nowait export backup abort vm
+
+Exit status:
+  0   all backups have begun
+  1   none has; one line on standard error says why
+  2   wrong command line";
+
+/// Of `nowait export move`.
+pub(super) const MOVE_AFTER_HELP: &str = "\
+Examples:
+  nowait serve vm=disk.img --allow-dir . --allow-uri nbd://storage.example/ &
+  nowait export move vm vm.qcow2
+  nowait export move vm nbd://storage.example/vm --detach    returns; the move goes on
+  nowait export list --json                                  what is left to copy: \"moving\"
+  nowait export move vm --cancel
+
+Exit status:
+  0   the disk has moved; with --detach, the move has begun; with --cancel, it is cancelled
+  1   the disk is where it was; one line on standard error says why
+  2   wrong command line";

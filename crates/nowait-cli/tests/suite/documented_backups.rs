@@ -25,18 +25,30 @@ serve() {
 }
 "#;
 
-/// A block of commands in docs/backup.md, from the line that begins with `first` on; each server is awaited.
+/// A block of commands in docs/backup.md, from the line that begins with `first` on.
 fn block(first: &str) -> String {
     let document = include_str!("../../../../docs/backup.md");
-    let at = document
-        .find(&format!("\n{first}"))
-        .unwrap_or_else(|| panic!("no line begins with {first:?}"));
+    let at = document.find(&format!("\n{first}"));
+    let at = at.unwrap_or_else(|| panic!("no line begins with {first:?}"));
     let (commands, _) = document[at..].split_once("\n```").expect("the end of the block");
+    with_servers(commands.lines())
+}
+
+/// The examples that `--help` of a command prints, without the words above them.
+fn examples(command: &[&str]) -> String {
+    let help = accepted(&[command, &["--help"]].concat());
+    let (_, examples) = help.split_once("\nExamples:\n").expect("examples");
+    let (examples, _) = examples.split_once("\nExit status:").expect("their end");
+    with_servers(examples.lines().map(str::trim).filter(|line| !line.ends_with(':')))
+}
+
+/// The same commands, but each server is awaited.
+fn with_servers<'a>(commands: impl Iterator<Item = &'a str>) -> String {
     let served = |line: &str| match line.strip_prefix("nowait serve ") {
         Some(rest) => format!("serve {}\n", rest.split(['&', '#']).next().unwrap_or_default()),
         None => format!("{line}\n"),
     };
-    commands.lines().map(served).collect()
+    commands.map(served).collect()
 }
 
 /// The directory of a user, and what stands for the paths of the document there.
@@ -211,6 +223,23 @@ fn a_disk_moves_by_the_commands_of_the_document() {
     assert!(said.contains("moving to nbd+unix:"), "{said}");
     user.same("old/vm.img", "new/vm.qcow2");
     server.stop();
+}
+
+#[test]
+fn the_examples_of_backups_and_moves_do_what_they_say() {
+    let user = User::new(&[]);
+    user.disk("disk.img");
+    let said = user.runs(&examples(&["export", "backup", "start"]));
+    assert!(said.contains("point 1, whole"), "{said}");
+    user.same("disk.img", "copy.img");
+    accepted(&["restore", text(&user.path("points")), text(&user.path("restored"))]);
+    user.same("disk.img", "restored");
+    // The other server of the example is in the test of the document.
+    let moves = examples(&["export", "move"]);
+    let here: Vec<&str> = moves.lines().take(2).collect();
+    assert!(here[1].contains("export move vm vm.qcow2"), "{moves}");
+    user.runs(&here.join("\n"));
+    user.same("disk.img", "vm.qcow2");
 }
 
 #[test]
