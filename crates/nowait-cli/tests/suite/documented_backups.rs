@@ -42,7 +42,7 @@ fn examples(command: &[&str]) -> String {
     with_servers(examples.lines().map(str::trim).filter(|line| !line.ends_with(':')))
 }
 
-/// The same commands, but each server is awaited.
+/// Commands as they are, but each server is awaited.
 fn with_servers<'a>(commands: impl Iterator<Item = &'a str>) -> String {
     let served = |line: &str| match line.strip_prefix("nowait serve ") {
         Some(rest) => format!("serve {}\n", rest.split(['&', '#']).next().unwrap_or_default()),
