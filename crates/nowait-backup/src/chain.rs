@@ -14,7 +14,7 @@ use crate::directory::Directory;
 use crate::disabled::Keys;
 #[cfg(feature = "encryption")]
 use crate::encryption::Keys;
-use crate::manifest::{ENCRYPTED, Header, MAX_FILES, MAX_MANIFEST_BYTES, Manifest};
+use crate::manifest::{DataFile, ENCRYPTED, Header, MAX_FILES, MAX_MANIFEST_BYTES, Manifest};
 use crate::place::{Access, FileName, Place};
 use crate::store_place::StorePlace;
 use crate::table::Table;
@@ -127,7 +127,7 @@ impl Chain {
             match file {
                 FileName::Point(number) => drop(numbers.insert(number)),
                 FileName::Data(id) => drop(files.insert(id, bytes)),
-                FileName::Partial(_) => {}
+                FileName::Partial(_) | FileName::Index(_) => {}
             }
         }
         if numbers.len() > MAX_FILES {
@@ -233,22 +233,51 @@ impl Chain {
         self.points.values().all(Result::is_ok)
     }
 
-    /// Removes what a backup or a prune has left that was killed: files that no manifest names.
+    /// The numbers of the data files that points have.
+    fn used(&self) -> BTreeSet<u64> {
+        let headers = self.points.values().flatten().map(|point| &point.header);
+        headers.flat_map(|header| &header.files).map(|file| file.id).collect()
+    }
+
+    /// What backups have left that were interrupted: data files that are complete, each with the index of its blocks.
+    ///
+    /// # Errors
+    /// The place cannot be listed.
+    pub(crate) fn interrupted(&self) -> Result<Vec<Manifest>, String> {
+        // A manifest that cannot be read may name any file.
+        if !self.is_known() {
+            return Ok(Vec::new());
+        }
+        let (used, mut found) = (self.used(), Vec::new());
+        for (name, _) in self.place.list()? {
+            let FileName::Index(id) = name else { continue };
+            let Some(bytes) = self.files.get(&id).filter(|_| !used.contains(&id)) else { continue };
+            let Ok(index) = read_file(&*self.place, name) else { continue };
+            let is_of_it = |file: &DataFile| file.id == id && file.bytes <= *bytes;
+            if matches!(&index.header.files[..], [file] if is_of_it(file)) {
+                found.push(index);
+            }
+        }
+        Ok(found)
+    }
+
+    /// Removes what a backup or a prune has left that was killed: files that no manifest names, and that are not `kept`.
     ///
     /// # Errors
     /// A file cannot be removed.
-    pub(crate) fn remove_remains(&self) -> Result<(), String> {
+    pub(crate) fn remove_remains(&self, kept: &BTreeSet<FileName>) -> Result<(), String> {
         if !self.is_known() {
             return Ok(());
         }
-        let headers = self.points.values().flatten().map(|point| &point.header);
-        let used: BTreeSet<u64> =
-            headers.flat_map(|header| &header.files).map(|file| file.id).collect();
+        let used = self.used();
         for (name, _) in self.place.list()? {
-            match name {
-                FileName::Data(id) if !used.contains(&id) => self.place.remove(name)?,
-                FileName::Partial(_) => self.place.remove(name)?,
-                FileName::Data(_) | FileName::Point(_) => {}
+            let is_used = match name {
+                FileName::Data(id) => used.contains(&id),
+                FileName::Point(_) => true,
+                FileName::Partial(_) | FileName::Index(_) => false,
+            };
+            if !is_used && !kept.contains(&name) {
+                self.place.remove(name)?;
             }
         }
         Ok(())
@@ -262,16 +291,21 @@ fn is_encrypted(why: Option<&String>) -> Option<&String> {
 
 /// Reads the manifest of the point `number`.
 fn read(place: &dyn Place, number: u32) -> Result<Manifest, String> {
-    let file = place.open(FileName::Point(number))?;
+    let manifest = read_file(place, FileName::Point(number))?;
+    match manifest.header.number == number {
+        true => Ok(manifest),
+        false => Err(format!("it is that of point {}", manifest.header.number)),
+    }
+}
+
+/// Reads the manifest that the file `name` has.
+fn read_file(place: &dyn Place, name: FileName) -> Result<Manifest, String> {
+    let file = place.open(name)?;
     let len = file.len();
     if len > MAX_MANIFEST_BYTES {
         return Err("it is too long".into());
     }
     let mut bytes = vec![0; len as usize];
     file.read_at(0, &mut bytes)?;
-    let manifest = Manifest::decode(&bytes)?;
-    match manifest.header.number == number {
-        true => Ok(manifest),
-        false => Err(format!("it is that of point {}", manifest.header.number)),
-    }
+    Manifest::decode(&bytes)
 }

@@ -1,7 +1,7 @@
 //! The blocks of a new manifest, appended to data files of a bounded length.
 //!
-//! Invariant: a file is complete, and durable, before the next one begins. All are removed if the writer is dropped
-//! before they are kept.
+//! Invariant: a file is complete, and durable, before the next one begins. Files that do not stay are
+//! removed when the writer is dropped.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,27 +9,15 @@ use std::sync::Arc;
 use crate::manifest::DataFile;
 use crate::place::{FileName, NewFile, Place};
 
-/// The least bytes at which another data file begins.
-const MIN_FILE_BYTES: u64 = 64 << 20;
-/// The most data files of a whole disk.
-/// Beyond it: they are longer than 64 MiB; 128 GiB for 128 TiB.
-const MAX_FILES_OF_DISK: u64 = 1024;
-
-/// The most bytes of a data file for a disk of `size` bytes.
-pub(crate) const fn file_bytes_of(size: u64) -> u64 {
-    let bytes = size.div_ceil(MAX_FILES_OF_DISK).next_multiple_of(1 << 20);
-    if bytes > MIN_FILE_BYTES { bytes } else { MIN_FILE_BYTES }
-}
-
 /// A writer of data files.
 pub(crate) struct DataWriter {
     place: Arc<dyn Place>,
     /// The most bytes of a file.
     file_bytes: u64,
-    /// The last file is open until it is full.
     files: Vec<DataFile>,
-    /// The same.
+    /// The last of these files, those that do not stay yet.
     written: Vec<Box<dyn NewFile>>,
+    /// Whether the last file is not complete.
     is_open: bool,
 }
 
@@ -51,8 +39,7 @@ impl DataWriter {
     /// The place refuses it.
     pub(crate) fn append(&mut self, stored: &[u8]) -> Result<(u32, u64), String> {
         let len = stored.len() as u64;
-        let is_full = self.files.last().is_some_and(|file| file.bytes + len > self.file_bytes);
-        if is_full {
+        if self.is_full_for(len) {
             self.complete()?;
         }
         if !self.is_open {
@@ -71,6 +58,11 @@ impl DataWriter {
         Ok((index, position))
     }
 
+    /// Whether a block of `len` bytes begins another file than the last one.
+    pub(crate) fn is_full_for(&self, len: u64) -> bool {
+        self.files.last().is_some_and(|file| file.bytes + len > self.file_bytes)
+    }
+
     /// Makes all files durable.
     ///
     /// # Errors
@@ -84,22 +76,9 @@ impl DataWriter {
         Ok(&self.files)
     }
 
-    /// Lets the files stay.
-    pub(crate) fn keep(self) {
-        self.written.into_iter().for_each(|file| file.keep());
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn files_become_longer_with_the_disk_so_that_there_are_not_too_many() {
-        for (size, mib) in
-            [(0, 64), (64 << 30, 64), ((64 << 30) + 1, 65), (1 << 40, 1024), (128 << 40, 128 << 10)]
-        {
-            assert_eq!(file_bytes_of(size), mib << 20, "{size}");
-        }
+    /// Lets the files stay that are complete.
+    pub(crate) fn keep(&mut self) {
+        let complete = self.written.len() - usize::from(self.is_open);
+        self.written.drain(..complete).for_each(|file| file.keep());
     }
 }

@@ -170,6 +170,10 @@ impl Place for EncryptedPlace {
         self.inner.remove(name)
     }
 
+    fn file_bytes(&self, size: u64) -> u64 {
+        self.inner.file_bytes(size)
+    }
+
     fn max_open(&self) -> usize {
         self.inner.max_open()
     }

@@ -43,3 +43,5 @@ pub use verify::{Damage, PointHealth, verify};
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod interrupted_tests;

@@ -3,6 +3,7 @@
 //! Invariant: there is a point when its manifest is there, and that is put when all that it names is durable. Of a
 //! point that is not finished the data files are removed.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -13,7 +14,7 @@ use nowait_image::ClusterCompressor;
 
 use crate::block::{block_bytes_of, compressor, sum_of};
 use crate::chain::{Chain, PointInfo};
-use crate::data_writer::{DataWriter, file_bytes_of};
+use crate::data_writer::DataWriter;
 use crate::manifest::{Entry, Header, Manifest};
 use crate::place::{FileName, Put};
 use crate::table::Table;
@@ -38,7 +39,11 @@ pub struct NewPoint {
     /// The number of the new point.
     number: u32,
     bitmap: Option<String>,
-    started: OnceLock<Header>,
+    /// Whether backups have left something that were interrupted, and what that is.
+    has_interrupted: bool,
+    interrupted: Mutex<Vec<Manifest>>,
+    /// The header, and the blocks of these that are of such a disk.
+    started: OnceLock<(Header, Table)>,
     state: Mutex<State>,
     /// Compressors that no thread uses.
     compressors: Mutex<Vec<ClusterCompressor>>,
@@ -49,6 +54,10 @@ struct State {
     /// The data files, when it has begun.
     data: Option<DataWriter>,
     entries: Vec<Entry>,
+    /// The entries and data files that are in an index.
+    indexed: (usize, usize),
+    /// Blocks that an interrupted backup has stored, with the same content.
+    reused: Vec<Entry>,
     /// A bit for each block that was written or made zero.
     seen: Vec<u64>,
     made: Option<PointInfo>,
@@ -59,12 +68,16 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl NewPoint {
-    /// Begins a point of `chain`. Remains of a backup that was killed are removed.
+    /// Begins a point of `chain`. Of a backup that was interrupted, blocks that are in files that were complete are taken if the disk
+    /// still has their content; its other remains are removed.
     ///
     /// # Errors
     /// The last point cannot be used with a bitmap; remains cannot be removed.
     pub fn new(chain: Chain, contents: Contents) -> Result<Arc<Self>, Error> {
-        chain.remove_remains().map_err(|what| chain.error(what))?;
+        let interrupted = chain.interrupted().map_err(|what| chain.error(what))?;
+        let files = interrupted.iter().flat_map(|index| &index.header.files);
+        let kept = files.flat_map(|file| [FileName::Data(file.id), FileName::Index(file.id)]);
+        chain.remove_remains(&kept.collect()).map_err(|what| chain.error(what))?;
         let last = chain.last();
         let number = last.unwrap_or(0).checked_add(1);
         let number =
@@ -90,6 +103,8 @@ impl NewPoint {
             chain,
             base,
             number,
+            has_interrupted: !interrupted.is_empty(),
+            interrupted: Mutex::new(interrupted),
             started: OnceLock::new(),
             state: Mutex::default(),
             compressors: Mutex::default(),
@@ -115,9 +130,15 @@ impl NewPoint {
         lock(&self.state).made.clone()
     }
 
+    /// Stored bytes of its blocks that a backup had stored that was interrupted.
+    #[must_use]
+    pub fn resumed_bytes(&self) -> u64 {
+        lock(&self.state).reused.iter().map(|entry| u64::from(entry.len)).sum()
+    }
+
     /// The header of the point, with the table of its parent.
     fn started(&self) -> Result<(&Header, Option<&Table>), String> {
-        let header = self.started.get().ok_or("it has not begun")?;
+        let (header, _) = self.started.get().ok_or("it has not begun")?;
         let table = self.base.as_ref().map(|(_, table)| table);
         Ok((header, table.filter(|_| header.parent.is_some())))
     }
@@ -130,19 +151,45 @@ impl NewPoint {
             lock(&self.state).see(block);
             return Ok(());
         }
+        let stored = self.started.get().and_then(|(_, stored)| stored.get(block));
+        if let Some(entry) = stored.filter(|entry| entry.sum == sum) {
+            let mut state = lock(&self.state);
+            state.see(block);
+            state.reused.push(*entry);
+            return Ok(());
+        }
         let spare = lock(&self.compressors).pop();
         let mut compressor = spare
             .or_else(|| compressor(header.block_bytes))
             .ok_or("no memory for the compression")?;
         let stored = compressor.compress(bytes).unwrap_or(bytes);
         let mut state = lock(&self.state);
+        let len = stored.len() as u32;
+        if state.data.as_ref().is_some_and(|data| data.is_full_for(len.into())) {
+            self.index(header, &mut state)?;
+        }
         let data = state.data.as_mut().ok_or("it has ended")?;
         let (file, position) = data.append(stored)?;
         state.see(block);
-        let len = stored.len() as u32;
         state.entries.push(Entry { sum, position, block, file, len });
         drop(state);
         lock(&self.compressors).push(compressor);
+        Ok(())
+    }
+
+    /// Completes a data file that is full and puts its index, so that it is of use if this backup is interrupted.
+    fn index(&self, header: &Header, state: &mut State) -> Result<(), String> {
+        let (from, at) = state.indexed;
+        let Some(data) = &mut state.data else { return Ok(()) };
+        let Some(file) = data.complete()?.get(at).copied() else { return Ok(()) };
+        let entries = state.entries.get(from..).unwrap_or_default().iter();
+        let mut entries: Vec<Entry> = entries.map(|entry| Entry { file: 0, ..*entry }).collect();
+        entries.retain(|entry| !entry.is_zero());
+        entries.sort_unstable_by_key(|entry| entry.block);
+        let index = Manifest { header: Header { files: vec![file], ..header.clone() }, entries };
+        self.chain.place.put(FileName::Index(file.id), &index.encode()?, Put::New)?;
+        data.keep();
+        state.indexed = (state.entries.len(), at + 1);
         Ok(())
     }
 
@@ -154,6 +201,20 @@ impl NewPoint {
             state.entries.push(Entry::zero(block));
         }
         Ok(())
+    }
+
+    /// The manifest of `entries`, in the files of `header`, and of `reused` blocks.
+    fn with_reused(&self, header: Header, mut entries: Vec<Entry>, reused: &[Entry]) -> Manifest {
+        let Some((_, stored)) = self.started.get().filter(|_| !reused.is_empty()) else {
+            entries.sort_unstable_by_key(|entry| entry.block);
+            return Manifest { header, entries };
+        };
+        let first = header.files.len() as u32;
+        entries.extend(reused.iter().map(|entry| Entry { file: entry.file + first, ..*entry }));
+        entries.sort_unstable_by_key(|entry| entry.block);
+        let mut table = Table { files: [&header.files[..], &stored.files].concat(), entries };
+        table.drop_unused_files();
+        Manifest { header: Header { files: table.files, ..header }, entries: table.entries }
     }
 
     fn block_of(&self, pos: u64) -> Result<u32, String> {
@@ -209,9 +270,15 @@ impl TargetDisk for NewPoint {
         let words = header.blocks().div_ceil(64) as usize;
         let mut state = lock(&self.state);
         state.seen = vec![0; words];
-        state.data = Some(DataWriter::new(self.chain.place.clone(), file_bytes_of(size)));
+        let place = self.chain.place.clone();
+        let file_bytes = place.file_bytes(size);
+        state.data = Some(DataWriter::new(place, file_bytes));
         drop(state);
-        self.started.set(header).map_err(|_| "it has begun already")?;
+        let mut interrupted = std::mem::take(&mut *lock(&self.interrupted));
+        interrupted
+            .retain(|index| (index.header.size, index.header.block_bytes) == (size, block_bytes));
+        let started = (header, Table::of_parts(interrupted));
+        self.started.set(started).map_err(|_| "it has begun already")?;
         Ok(block_bytes)
     }
 
@@ -244,20 +311,24 @@ impl TargetDisk for NewPoint {
             let unseen = base.entries.iter().filter(|entry| !state.has_seen(entry.block));
             entries.extend(unseen.map(|entry| Entry::zero(entry.block)));
         }
-        entries.sort_unstable_by_key(|entry| entry.block);
         if let Some(data) = &mut state.data {
             header.files = data.complete()?.to_vec();
         }
-        let manifest = Manifest { header, entries };
+        let manifest = self.with_reused(header, entries, &state.reused);
         let name = FileName::Point(self.number);
         let put = self.chain.place.put(name, &manifest.encode()?, Put::New);
         // A manifest that has its name, but is maybe not durable, needs its data, too.
         if (put.is_ok() || self.chain.place.open(name).is_ok())
-            && let Some(data) = state.data.take()
+            && let Some(mut data) = state.data.take()
         {
             data.keep();
         }
         put?;
+        if state.indexed.1 > 0 || self.has_interrupted {
+            let files = manifest.header.files.iter().map(|file| FileName::Data(file.id));
+            // What is left now, the next backup removes.
+            let _ = self.chain.remove_remains(&files.collect::<BTreeSet<_>>());
+        }
         state.made = Some(PointInfo::of(&manifest));
         Ok(())
     }

@@ -24,6 +24,11 @@ pub(crate) enum Put {
     Replaces,
 }
 
+/// The least bytes at which another data file begins.
+const MIN_FILE_BYTES: u64 = 64 << 20;
+/// The most data files of a whole disk.
+/// Beyond it: they are longer than 64 MiB; 128 GiB for 128 TiB.
+const MAX_FILES_OF_DISK: u64 = 1024;
 /// The most data files that are kept open.
 /// Beyond it: they are closed, and opened again where they are needed.
 const MAX_OPEN: usize = 64;
@@ -44,6 +49,12 @@ pub(crate) trait Place: Send + Sync + fmt::Debug {
 
     /// Removes a file.
     fn remove(&self, name: FileName) -> Result<(), String>;
+
+    /// The most bytes of a data file for a disk of `size` bytes.
+    fn file_bytes(&self, size: u64) -> u64 {
+        let bytes = size.div_ceil(MAX_FILES_OF_DISK).next_multiple_of(1 << 20);
+        bytes.max(MIN_FILE_BYTES)
+    }
 
     /// The most files that are kept open by who reads.
     fn max_open(&self) -> usize {
@@ -89,18 +100,22 @@ pub(crate) enum FileName {
     Partial(u32),
     /// Stored blocks.
     Data(u64),
+    /// The blocks of a data file with this number, until a point has them: a manifest of these.
+    Index(u64),
 }
 
 impl FileName {
     /// The name that `text` is, if it is one.
     pub(crate) fn parse(text: &str) -> Option<Self> {
-        let name = match (text.strip_prefix("point-"), text.strip_prefix("data-")) {
-            (Some(number), _) => match number.strip_suffix(".partial") {
+        let id = |text| u64::from_str_radix(text, 16).ok();
+        let name = match text.split_once('-')? {
+            ("point", number) => match number.strip_suffix(".partial") {
                 Some(number) => Self::Partial(number.parse().ok()?),
                 None => Self::Point(number.parse().ok()?),
             },
-            (None, Some(id)) => Self::Data(u64::from_str_radix(id, 16).ok()?),
-            (None, None) => return None,
+            ("data", number) => Self::Data(id(number)?),
+            ("index", number) => Self::Index(id(number)?),
+            _ => return None,
         };
         (name.to_string() == text).then_some(name)
     }
@@ -112,6 +127,7 @@ impl fmt::Display for FileName {
             Self::Point(number) => write!(f, "point-{number:06}"),
             Self::Partial(number) => write!(f, "point-{number:06}.partial"),
             Self::Data(id) => write!(f, "data-{id:016x}"),
+            Self::Index(id) => write!(f, "index-{id:016x}"),
         }
     }
 }
@@ -119,6 +135,40 @@ impl fmt::Display for FileName {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[derive(Debug)]
+    struct Nowhere;
+
+    impl Place for Nowhere {
+        fn list(&self) -> Result<Vec<(FileName, u64)>, String> {
+            Ok(Vec::new())
+        }
+
+        fn open(&self, _: FileName) -> Result<Box<dyn StoredFile>, String> {
+            Err("nowhere".into())
+        }
+
+        fn create(&self, _: FileName, _: u64) -> Result<Box<dyn NewFile>, String> {
+            Err("nowhere".into())
+        }
+
+        fn put(&self, _: FileName, _: &[u8], _: Put) -> Result<(), String> {
+            Err("nowhere".into())
+        }
+
+        fn remove(&self, _: FileName) -> Result<(), String> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn data_files_become_longer_with_the_disk_so_that_there_are_not_too_many() {
+        for (size, mib) in
+            [(0, 64), (64 << 30, 64), ((64 << 30) + 1, 65), (1 << 40, 1024), (128 << 40, 128 << 10)]
+        {
+            assert_eq!(Nowhere.file_bytes(size), mib << 20, "{size}");
+        }
+    }
 
     #[test]
     fn names_are_numbers_and_nothing_else() {
@@ -128,10 +178,13 @@ mod tests {
             FileName::Partial(7),
             FileName::Data(0),
             FileName::Data(u64::MAX),
+            FileName::Index(15),
         ] {
             assert_eq!(FileName::parse(&name.to_string()), Some(name));
         }
-        for text in ["", "point-1", "point-+00001", "point-../../x", "data-1", "data-", "lock"] {
+        for text in
+            ["", "point-1", "point-+00001", "point-../../x", "data-1", "data-", "index-1", "lock"]
+        {
             assert_eq!(FileName::parse(text), None, "{text}");
         }
     }

@@ -10,7 +10,7 @@ use nowait_copy::Error;
 
 use crate::chain::Chain;
 use crate::data_files::DataFiles;
-use crate::data_writer::{DataWriter, file_bytes_of};
+use crate::data_writer::DataWriter;
 use crate::manifest::{Header, Manifest};
 use crate::place::{FileName, Put};
 use crate::table::Table;
@@ -66,7 +66,7 @@ pub fn prune(mut chain: Chain, keep: Keep, cancel: &AtomicBool) -> Result<Pruned
         chain.place.remove(FileName::Point(*number)).map_err(failed)?;
     }
     chain = Chain::in_place(chain.place, chain.name)?;
-    chain.remove_remains().map_err(|what| chain.error(what))?;
+    chain.remove_remains(&BTreeSet::new()).map_err(|what| chain.error(what))?;
     let bytes = (before, bytes(&chain).map_err(|what| chain.error(what))?);
     Ok(Pruned { removed, kept: kept.into_iter().collect(), bytes })
 }
@@ -143,7 +143,7 @@ fn replace(
         table = table.without_zeros();
     }
     table.drop_unused_files();
-    let joined = join(chain, &mut table, file_bytes_of(header.size), cancel)?;
+    let joined = join(chain, &mut table, chain.place.file_bytes(header.size), cancel)?;
     table.drop_unused_files();
     header.files = table.files;
     let (name, manifest) =
@@ -153,8 +153,8 @@ fn replace(
         Manifest::decode(&bytes).and_then(|_| chain.place.put(name, &bytes, Put::Replaces))
     });
     // A failed replacement may have taken place; the next run removes what no manifest names.
-    if let Some(file) = joined {
-        file.keep();
+    if let Some(mut files) = joined {
+        files.keep();
     }
     put.map_err(|what| chain.error(what))
 }

@@ -81,7 +81,7 @@ impl Place for StorePlace {
             let url = self.folder.url_of(&text);
             let storage = ObjectStorage::open(&url, &ObjectOptions::default()).map_err(failed)?;
             let len = storage.size().map_err(|error| failed(error.to_string()))?;
-            return Ok(Box::new(Opened { storage, len }));
+            return Ok(Box::new(Opened { storage, len, name }));
         }
         match self.folder.get(&text, MAX_MANIFEST_BYTES).map_err(failed)? {
             Some(object) => Ok(Box::new(InMemory(object.bytes))),
@@ -129,6 +129,7 @@ impl Place for StorePlace {
 struct Opened {
     storage: ObjectStorage,
     len: u64,
+    name: FileName,
 }
 
 impl StoredFile for Opened {
@@ -140,7 +141,8 @@ impl StoredFile for Opened {
         let mut done = 0;
         while let Some(rest) = bytes.get_mut(done..).filter(|rest| !rest.is_empty()) {
             let read = self.storage.read(&mut [IoSliceMut::new(rest)], pos + done as u64);
-            match read.map_err(|error| os_message(&error.into()))? {
+            let failed = |error| format!("cannot read {}: {}", self.name, os_message(&error));
+            match read.map_err(|error| failed(error.into()))? {
                 0 => return Err("its file is too short".into()),
                 read => done += read,
             }

@@ -39,6 +39,23 @@ impl Table {
         Ok(Self { files: self.files, entries: merged })
     }
 
+    /// The blocks of `parts`, of which each has blocks of its own, except that one of several with the same number is taken.
+    /// Parts whose files would be too many are left out.
+    pub(crate) fn of_parts(parts: impl IntoIterator<Item = Manifest>) -> Self {
+        let mut table = Self::default();
+        for Manifest { header, entries } in parts {
+            let first = table.files.len() as u32;
+            if table.files.len() + header.files.len() <= MAX_FILES {
+                table.files.extend(header.files);
+                let moved = |entry: Entry| Entry { file: entry.file + first, ..entry };
+                table.entries.extend(entries.into_iter().map(moved));
+            }
+        }
+        table.entries.sort_unstable_by_key(|entry| entry.block);
+        table.entries.dedup_by_key(|entry| entry.block);
+        table.without_zeros()
+    }
+
     /// This table without blocks of zeros, which a whole point does not list.
     pub(crate) fn without_zeros(mut self) -> Self {
         self.entries.retain(|entry| !entry.is_zero());

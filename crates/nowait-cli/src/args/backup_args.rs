@@ -27,8 +27,9 @@ use nowait_daemon::config::start_bitmap::parse_name;
 /// checksums. Blocks are compressed; zeros and holes take nothing. A disk that has another size than before gets a whole
 /// point.
 ///
-/// A point is there when all of it is on storage. A backup that fails, or is interrupted, leaves none. What one leaves
-/// that is killed is removed by the next backup, which begins again. One backup writes to a chain at a time.
+/// A point is there when all of it is on storage. A backup that fails, or is interrupted or killed, leaves none. The next one
+/// reads the disk again, and takes from it each 64 MiB of stored blocks that were complete, as far as the disk still has
+/// their content. One backup writes to a chain at a time.
 ///
 /// A disk that is written to meanwhile is backed up at no single moment: 'nowait export backup start' has one as of an
 /// instant (docs/backup.md).
@@ -308,7 +309,7 @@ Examples:
 
 JSON keys:
   of a new point: disk, directory (as it was given), point, parent (null for a whole one), time, size_bytes, data_bytes (of its
-  blocks), stored_bytes (as they are stored), bitmap, seconds
+  blocks), stored_bytes (as they are stored), bitmap, seconds, resumed_bytes (stored by a backup that was interrupted)
   of list: points, an array of the same keys from point to bitmap; of one that is damaged: point, damaged (why)
   of verify: sound (true or false), points, an array of objects with point, sound, unusable (why nothing can be
   restored, or null), damage, an array of objects with offset, length, point (that has the bytes) and why

@@ -159,14 +159,19 @@ fn add(args: &NewPointArgs, disk: &Location, directory: &ChainPlace) -> Result<(
         said["disk"] = disk.into();
         said["directory"] = directory.into();
         said["seconds"] = seconds.into();
+        said["resumed_bytes"] = point.resumed_bytes().into();
         return output::print(format!("{said}\n"));
     }
     let kind = match info.parent {
         Some(parent) => format!("changes since point {parent}"),
         None => "whole".into(),
     };
+    let resumed = match point.resumed_bytes() {
+        0 => String::new(),
+        bytes => format!(" (of them {} by a backup that was interrupted)", human(bytes)),
+    };
     output::print(format!(
-        "backed up {} to {}: point {}, {kind}, of {}: {} in blocks of its own, {} stored, in {seconds:.1} s\n",
+        "backed up {} to {}: point {}, {kind}, of {}: {} in blocks of its own, {} stored{resumed}, in {seconds:.1} s\n",
         plain(&disk),
         plain(&directory),
         info.number,

@@ -194,6 +194,30 @@ fn sigkill_of_a_backup_at_any_moment_leaves_the_points_before_and_the_next_one_i
 }
 
 #[test]
+fn a_backup_goes_on_from_what_one_that_was_killed_has_stored() {
+    let scratch = Scratch::new();
+    // Two data files that are full, and one that is not.
+    let disk = scratch.random("disk", 160 * MIB, 1);
+    let chain = scratch.join("chain");
+    let names = || fs::read_dir(&chain).into_iter().flatten().flatten().map(|it| it.file_name());
+    let has_index = || names().any(|name| name.to_string_lossy().starts_with("index-"));
+    let server = Server::start(&disk, &["--limit-bandwidth", "32M"]);
+    let mut killed = start(&["backup", server.uri(), text(&chain)]);
+    wait_until("a data file to be complete", has_index);
+    killed.kill().expect("a child");
+    killed.wait().expect("a child");
+    server.stop();
+    assert!(points(&chain).is_empty());
+    let made = json(&["backup", text(&disk), text(&chain)]);
+    let number = |key: &str| made[key].as_u64().expect("a number");
+    assert_eq!((number("point"), number("data_bytes")), (1, 160 * MIB), "{made}");
+    assert!(number("resumed_bytes") > 60 * MIB, "{made}");
+    assert!(number("resumed_bytes") < number("stored_bytes"), "{made}");
+    assert!(!has_index());
+    assert_point(&scratch, &chain, 1, &fs::read(&disk).expect("the disk"));
+}
+
+#[test]
 fn sigkill_of_a_prune_at_any_moment_leaves_every_point_that_stays() {
     let mut random = Random::from_seed(seed());
     let scratch = Scratch::new();

@@ -237,7 +237,8 @@ fn a_request_that_is_refused_leaves_the_points_before_and_no_other() {
         let body = "<ListBucketResult><Contents><Key>backups/di";
         store.lie_after(0, Call::List, Lie::Status(200, "", body));
     }
-    store.refuses(&["backup", "list", CHAIN], &[CHAIN]);
+    let said = store.command(&mut tool("env"), &["backup", "list", CHAIN]).fails();
+    assert!(said.contains(&format!("{CHAIN}: cannot list it: ")), "{said}");
     store.server.script().upload_lies.clear();
     store.has(&scratch, &disks);
     store.accepts(&arguments);
@@ -269,6 +270,30 @@ fn sigkill_of_an_upload_leaves_the_points_before_and_the_next_backup_or_prune_ab
         assert_eq!(store.server.script().uploads.aborted, round + 1);
         store.has(&scratch, &disks);
     }
+}
+
+#[test]
+fn an_upload_goes_on_from_the_objects_that_one_that_was_killed_has_completed() {
+    let (scratch, store) = (Scratch::new(), Store::new());
+    let disk = scratch.random("disk", 80 * MIB, 1);
+    // The parts of the second data file are not taken.
+    let parts = (64 << 20) / (8 << 20);
+    store.lie_after(parts, Call::Part, Lie::Stall(0));
+    let mut killed = store.start(&["backup", text(&disk), CHAIN]);
+    let is_index = |name: &String| name.starts_with("index-");
+    wait_until("a data file to be complete", || store.names().iter().any(is_index));
+    killed.kill().expect("a child");
+    killed.wait().expect("a child");
+    assert!(store.points().is_empty());
+    store.server.script().upload_lies.clear();
+    let before = store.parts();
+    let made = store.json(&["backup", text(&disk), CHAIN]);
+    let number = |key: &str| made[key].as_u64().expect("a number");
+    assert!(number("resumed_bytes") > 60 * MIB, "{made}");
+    assert!(number("resumed_bytes") < number("stored_bytes"), "{made}");
+    assert!(store.parts() - before < parts, "{made}");
+    assert!(!store.names().iter().any(is_index));
+    store.has(&scratch, &[(1, fs::read(&disk).expect("the disk"))]);
 }
 
 #[test]

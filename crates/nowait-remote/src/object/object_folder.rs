@@ -132,7 +132,8 @@ impl ObjectFolder {
             let name = rest.next().filter(|_| rest.next().is_none())?;
             Some((name.as_ref().to_owned(), object.size))
         };
-        Ok(self.told(listed)?.into_iter().filter_map(name).collect())
+        let listed = self.told(listed).map_err(|why| format!("cannot list it: {why}"))?;
+        Ok(listed.into_iter().filter_map(name).collect())
     }
 
     /// Reads the object `name` of `most` bytes at most; `None` if it is absent.
