@@ -23,6 +23,7 @@ mod chain;
 mod data_files;
 mod data_writer;
 mod point_disk;
+mod point_storage;
 mod new_point;
 mod verify;
 mod prune;
@@ -38,6 +39,7 @@ pub use encryption::Keys;
 pub use new_point::{Contents, NewPoint};
 pub use place::Access;
 pub use point_disk::PointDisk;
+pub use point_storage::PointStorage;
 pub use prune::{Keep, Pruned, prune};
 pub use verify::{Damage, PointHealth, verify};
 

@@ -221,9 +221,18 @@ pub(crate) struct RestoreArgs {
     pub(crate) from: (ChainPlace, Option<u32>),
 
     /// Where to restore it to
-    #[arg(value_hint = clap::ValueHint::FilePath)]
+    #[arg(value_hint = clap::ValueHint::FilePath, required_unless_present = "serve")]
     #[arg(value_parser = OsStringValueParser::new().try_map(|text| Location::parse(&text)))]
-    pub(crate) to: Location,
+    pub(crate) to: Option<Location>,
+
+    /// In place of restoring the point, serve it by NBD on the Unix socket SOCKET, read-only, until a signal ends it
+    ///
+    /// It can be read immediately, without waiting for a restore: as the backing file of a qcow2 image that a machine is
+    /// started on, which 'nowait export move' makes complete meanwhile (docs/backup.md). No point of a directory is pruned
+    /// while it is served. Who may connect is decided by the permissions of the socket's directory.
+    #[arg(long, value_name = "SOCKET", value_hint = clap::ValueHint::FilePath)]
+    #[arg(conflicts_with_all = ["to", "force", "allow_mounted", "verify", "to_format", "tls_certs", "json"])]
+    pub(crate) serve: Option<PathBuf>,
 
     #[command(flatten)]
     pub(crate) keys: IdentityArgs,
@@ -272,7 +281,8 @@ impl BackupArgs {
 impl RestoreArgs {
     /// The format of TO, and whether it was given.
     pub(crate) fn format(&self) -> (Format, bool) {
-        let by_name = || self.to.path().map_or(Format::Raw, format_of_new);
+        let path = self.to.as_ref().and_then(Location::path);
+        let by_name = || path.map_or(Format::Raw, format_of_new);
         (self.to_format.unwrap_or_else(by_name), self.to_format.is_some())
     }
 }
@@ -326,12 +336,13 @@ Examples:
   nowait restore /srv/backups/disk@3 disk.qcow2          # an earlier one, of 'nowait backup list'
   nowait restore /srv/backups/disk /dev/vdb --force --verify
   nowait restore s3://backups/disk@3 disk.img
+  nowait restore /srv/backups/disk@3 --serve /run/point.sock &   # nbd+unix:///?socket=/run/point.sock
 
 JSON keys:
   from, to, to_format, size_bytes, data_bytes, zero_bytes, seconds, verified (true or false)
 
 Exit status:
-  0   the disk is restored, flushed and, with --verify, compared
+  0   the disk is restored, flushed and, with --verify, compared; a signal has ended --serve
   1   there is no such point, or it is damaged; there is no new file; one line on standard error says why
   2   wrong command line
   3   TO, a block device or an export, is written in part";

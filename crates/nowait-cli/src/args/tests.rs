@@ -233,6 +233,10 @@ fn a_backup_has_a_disk_and_a_directory_or_an_action_on_a_chain() {
         "nowait backup nbd://h/e d --bitmap b --whole",
         "nowait backup verify d x",
         "nowait restore d",
+        "nowait restore d to --serve s",
+        "nowait restore d --serve s --verify",
+        "nowait restore d --serve s --force",
+        "nowait restore d --serve s --json",
     ] {
         assert_eq!(parse(line).unwrap_err().exit_code(), 2, "{line}");
     }

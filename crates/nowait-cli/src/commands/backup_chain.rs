@@ -2,12 +2,21 @@
 //!
 //! Invariant: success is printed after all is durable. A damaged point is exit status 1 of `verify`.
 
-use std::sync::atomic::AtomicBool;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
 
+use nowait::{BlockDevice, OpenOptions};
 use nowait_backup::{
     Access, Chain, ChainPlace, Keys, ListedPoint, NewPoint, PointDisk, PointHealth, PointInfo,
+    PointStorage,
 };
 use nowait_copy::{CopySource, CopyTarget, Error, Location, Options, REQUEST_BYTES};
+use nowait_image::os_message;
+use nowait_nbd::Address;
+use nowait_server::{AnyExport, Export, Listener, Server};
 use serde_json::{Value, json};
 
 use crate::args::backup_args::{BackupArgs, ChainAction, IdentityArgs, NewPointArgs, RestoreArgs};
@@ -15,6 +24,7 @@ use crate::commands::copy::{Bar, cancel_on_signal, failed};
 use crate::output;
 use nowait_daemon::disks::waiting::{self, Waiting};
 use nowait_daemon::error::{CliError, plain};
+use nowait_daemon::process::log;
 use nowait_daemon::secrets;
 use nowait_daemon::size::{human, short};
 
@@ -22,6 +32,9 @@ use nowait_daemon::size::{human, short};
 const REQUESTS: usize = (8 << 20) / REQUEST_BYTES as usize;
 /// Connections to a server that allows several.
 const CONNECTIONS: usize = 4;
+/// How soon a signal ends a server, and how long requests in flight may take then.
+const SIGNAL_TIME: Duration = Duration::from_millis(50);
+const CLOSE_TIME: Duration = Duration::from_secs(10);
 /// The search for zeros, in bytes; blocks of a chain are larger.
 const SPARSE_BYTES: usize = 4096;
 
@@ -190,6 +203,10 @@ pub(crate) fn restore(args: &RestoreArgs) -> Result<(), CliError> {
     let (place, number) = &args.from;
     let chain = open(place, Access::Read, &[], &args.keys)?;
     let disk = PointDisk::open(chain, *number).map_err(|error| failed(&error))?;
+    if let Some(socket) = &args.serve {
+        return serve(disk, socket, &cancel);
+    }
+    let Some(to) = &args.to else { return Err(CliError::new("TO is missing")) };
     let name = disk.name();
     let (to_format, to_format_given) = args.format();
     let options = Options {
@@ -199,11 +216,11 @@ pub(crate) fn restore(args: &RestoreArgs) -> Result<(), CliError> {
         allow_mounted: args.allow_mounted,
         verify: args.verify,
         tls_certs: args.transfer.tls_certs.clone(),
-        ..options(CopySource::Disk(name.clone(), disk), CopyTarget::At(args.to.clone()))
+        ..options(CopySource::Disk(name.clone(), disk), CopyTarget::At(to.clone()))
     };
     let report = copy(&options, args.transfer.no_progress, &cancel)
         .map_err(|error| cancelled(&error, "interrupted, nothing is restored"))?;
-    let (to, seconds) = (args.to.to_string(), report.elapsed.as_secs_f64());
+    let (to, seconds) = (to.to_string(), report.elapsed.as_secs_f64());
     if args.transfer.json {
         let said = json!({
             "from": name,
@@ -225,6 +242,36 @@ pub(crate) fn restore(args: &RestoreArgs) -> Result<(), CliError> {
         human(report.size),
         human(report.data),
     ))
+}
+
+/// Serves `disk` to NBD clients of `socket` until `cancel` is set.
+fn serve(disk: Arc<PointDisk>, socket: &Path, cancel: &AtomicBool) -> Result<(), CliError> {
+    log::start(false);
+    let name = disk.name();
+    let failed = |error: &dyn std::fmt::Display| CliError::at(Path::new(&name), error);
+    let listener = Listener::unix(socket).map_err(|error| {
+        CliError::new(format!("{}: {}", plain(&socket.display().to_string()), os_message(&error)))
+    })?;
+    let storage = PointStorage::new(disk).map(Arc::new);
+    let device = storage.and_then(|storage| BlockDevice::raw(storage, OpenOptions::default()));
+    let device = Arc::new(device.map_err(|error| failed(&error))?);
+    let export = AnyExport::new(Export::new(device, String::new(), name.clone()));
+    let server = Server::start(vec![export], vec![listener], nowait_server::Options::default());
+    let server = server.map_err(|error| failed(&error))?;
+    let stop = server.shutdown_handle();
+    output::print(format!("serving {}\n", Address::Unix(socket.to_owned()).uri("", false)))?;
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            while !cancel.load(Ordering::Relaxed) {
+                thread::sleep(SIGNAL_TIME);
+            }
+            stop.stop();
+        });
+        let ended = server.run(CLOSE_TIME);
+        // Where the server has ended by itself.
+        cancel.store(true, Ordering::Relaxed);
+        ended.map(drop).map_err(|error| failed(&error))
+    })
 }
 
 fn point_in_json(info: &PointInfo) -> Value {

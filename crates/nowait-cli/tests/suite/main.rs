@@ -54,6 +54,7 @@ mod io_pressure;
 mod killed_server;
 mod libnbd_backups;
 mod lifetime;
+mod live_restore;
 mod limits;
 mod log_messages;
 mod many_exports;
