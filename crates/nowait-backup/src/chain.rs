@@ -239,7 +239,7 @@ impl Chain {
         headers.flat_map(|header| &header.files).map(|file| file.id).collect()
     }
 
-    /// What backups have left that were interrupted: data files that are complete, each with the index of its blocks.
+    /// Data files of interrupted backups that are complete, each with the index of its blocks.
     ///
     /// # Errors
     /// The place cannot be listed.

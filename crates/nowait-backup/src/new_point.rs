@@ -326,7 +326,7 @@ impl TargetDisk for NewPoint {
         put?;
         if state.indexed.1 > 0 || self.has_interrupted {
             let files = manifest.header.files.iter().map(|file| FileName::Data(file.id));
-            // What is left now, the next backup removes.
+            // The next backup removes remains that this one could not.
             let _ = self.chain.remove_remains(&files.collect::<BTreeSet<_>>());
         }
         state.made = Some(PointInfo::of(&manifest));

@@ -28,7 +28,7 @@ const THREADS: usize = 4;
 /// The disk of a point, which is only read.
 pub struct PointStorage {
     blocks: Arc<Blocks>,
-    /// What engines ask for; the threads exit when it is dropped.
+    /// Requests of engines; the threads exit when it is dropped.
     jobs: Sender<PendingTransfer>,
 }
 

@@ -1,4 +1,4 @@
-//! What a client asks of a server, in every build: one without the interface has no client to ask by.
+//! Calls of a client, in every build: one without the interface has no client to call by.
 //!
 //! Invariant: names are parts of paths, which the client escapes.
 

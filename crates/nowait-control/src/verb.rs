@@ -1,6 +1,6 @@
 //! The methods of HTTP that requests have.
 
-/// What a request does with what its path names.
+/// Action of a request on the resource that its path names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verb {
     Get,

@@ -38,7 +38,7 @@ mod server_bug {
             DrainWithRequest,
             /// A write goes on although a block of it is being copied for a backup.
             WriteBeforeCopy,
-            /// What has changed of a disk that moves is taken when it is copied, so a change beside the copy is not followed.
+            /// Changes of a disk that moves are taken after they are copied, so a change beside the copy is not followed.
             TakeAfterCopy,
         }
     }

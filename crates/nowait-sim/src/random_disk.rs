@@ -1,4 +1,4 @@
-//! What scenarios draw for a disk, in an order that seeds depend on.
+//! Disks of scenarios, drawn in an order that seeds depend on.
 
 use nowait::sim::{Random, SimOptions};
 use nowait::{Alignment, ByteRange, Config};

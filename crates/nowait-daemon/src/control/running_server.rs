@@ -177,7 +177,7 @@ impl RunningServer {
         self.disks.lock().iter().map(state).collect()
     }
 
-    /// What the replication of export `id`, if it runs, was begun with.
+    /// Options with which the replication of export `id` was started, if it runs.
     fn replication_of(&self, id: ExportId) -> Option<StartReplication> {
         let replica = self.replicas.get(id).filter(|replica| replica.is_running());
         replica.map(|replica| replica.start.clone())

@@ -11,7 +11,7 @@ use crate::moves::{Task, TaskState};
 /// A replication.
 pub(crate) struct Replica {
     pub(crate) state: TaskState<ReplicationInfo>,
-    /// What it was begun with.
+    /// Options with which it was started.
     pub(crate) start: StartReplication,
     since: SystemTime,
 }

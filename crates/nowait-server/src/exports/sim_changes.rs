@@ -12,7 +12,7 @@ use crate::dirty_bitmaps::dirty_bitmap::DirtyBitmap;
 use crate::dirty_bitmaps::{DirtyBitmaps, EnabledBitmaps};
 use crate::exports::changed_ranges::ChangedRanges;
 
-/// What has changed since this was made, or since it was taken.
+/// Changes since this was made, or since they were taken.
 pub struct SimChanges {
     all: DirtyBitmaps,
     known: RefCell<EnabledBitmaps>,

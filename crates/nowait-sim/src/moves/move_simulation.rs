@@ -50,7 +50,7 @@ pub struct MoveSimulation {
     flights: BTreeMap<u64, Flight>,
     threads: Coroutines,
     workers: WorkerPool,
-    /// What each byte reads as, where that is certain; and what it is at least after a loss of power.
+    /// Value that each byte reads as, where that is certain; and the one that it has at least after a loss of power.
     known: Vec<Option<u8>>,
     durable: Vec<Option<u8>>,
     counts: Counts,

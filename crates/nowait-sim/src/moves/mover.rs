@@ -21,7 +21,7 @@ pub type Disk = Arc<BlockDevice<dyn BlockMap>>;
 pub enum Stage {
     /// All is copied for the first time.
     Copying,
-    /// What has changed is copied.
+    /// Changes are copied.
     Following,
     /// No request is in flight, and the rest is copied.
     Paused,
@@ -36,7 +36,7 @@ pub struct Mover {
     source: BlockingFile<dyn BlockMap>,
     target: BlockingFile<dyn BlockMap>,
     size: u64,
-    /// What has changed since it began.
+    /// Changes since it began.
     pub changes: SimChanges,
     stage: Cell<Stage>,
     is_cancelled: Cell<bool>,
