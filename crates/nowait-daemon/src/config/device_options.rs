@@ -24,6 +24,9 @@ pub(crate) trait DeviceOptions {
         None
     }
 
+    /// Their option, if devices are given that need a process which does nothing but serve.
+    fn needs_process(&self) -> Option<&'static str>;
+
     /// Paths of the sockets that are made for them.
     fn sockets(&self) -> Vec<&Path> {
         Vec::new()

@@ -65,6 +65,10 @@ impl DeviceOptions for Vec<UblkSpec> {
     fn used_by_host(&self) -> Option<&'static str> {
         (!self.is_empty()).then_some("--ublk")
     }
+
+    fn needs_process(&self) -> Option<&'static str> {
+        self.used_by_host()
+    }
 }
 
 /// The numbers of the nodes by the indices of their exports in `exports`, of which there is at least one. A node without

@@ -126,6 +126,10 @@ impl DeviceOptions for Vec<VhostUserSpec> {
         Ok(())
     }
 
+    fn needs_process(&self) -> Option<&'static str> {
+        (!self.descriptors().is_empty()).then_some("--vhost-user fd:NUMBER")
+    }
+
     fn sockets(&self) -> Vec<&Path> {
         let all = self.iter().filter_map(|it| match &it.socket {
             DevicePlace::Path(path) => Some(path.as_path()),

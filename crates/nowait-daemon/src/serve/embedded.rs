@@ -10,7 +10,6 @@ use std::thread::{self, JoinHandle};
 
 use crate::config::ServeConfig;
 use crate::config::choices::SandboxChoice;
-use crate::config::vhost_user_spec::DevicePlace;
 use crate::endpoints::signals::Ending;
 use crate::error::{CliError, os_message};
 use crate::serve::plan::Plan;
@@ -104,19 +103,18 @@ impl Drop for EmbeddedServer {
 /// # Errors
 /// A message that names the option.
 fn check(config: &ServeConfig) -> Result<(), String> {
-    let is_inherited = |place: &DevicePlace| matches!(place, DevicePlace::Descriptor(_));
     let given = [
         (config.fork, "--fork"),
         (config.exit_with_parent, "--exit-with-parent"),
         (config.pid_file.is_some(), "--pid-file"),
         (config.log_file.is_some(), "--log-file"),
         (config.io_flusher, "--io-flusher"),
-        (!config.ublk.is_empty(), "--ublk"),
         (config.sandbox == SandboxChoice::On, "--sandbox on"),
-        (config.vhost_user.iter().any(|it| is_inherited(&it.socket)), "--vhost-user fd:NUMBER"),
     ];
-    match given.iter().find(|(is_given, _)| *is_given) {
-        Some((_, option)) => Err(format!("{option} is for a process that does nothing but serve")),
+    let given = given.into_iter().find(|(is_given, _)| *is_given).map(|(_, option)| option);
+    let of_devices = || config.devices().into_iter().find_map(|devices| devices.needs_process());
+    match given.or_else(of_devices) {
+        Some(option) => Err(format!("{option} is for a process that does nothing but serve")),
         None => Ok(()),
     }
 }
