@@ -76,7 +76,8 @@ fn check_complete(report: &Report, comparisons: usize) {
         assert_eq!(rows.len(), array(&report.json, "servers").len());
         for row in rows {
             let [iops, cpu] = ["iops", "server_cpu_us_per_request"].map(|it| lowest(row, it));
-            assert!(iops > 0.0 && cpu > 0.0 && lowest(row, "server_rss_mib") > 0.0, "{row}");
+            // On a busy machine a server may have made its answers before the interval began.
+            assert!(iops > 0.0 && cpu >= 0.0 && lowest(row, "server_rss_mib") > 0.0, "{row}");
             assert!(lowest(row, "p99_us") >= lowest(row, "p50_us"), "{row}");
             assert!(lowest(row, "p50_us") > 0.0, "{row}");
         }
