@@ -56,6 +56,11 @@ fn no_bytes_make_a_dirty_bitmap_lose_a_change() {
 }
 
 #[test]
+fn no_file_with_bitmaps_of_a_raw_disk_makes_them_lose_a_change() {
+    check_target("raw-bitmaps", 400);
+}
+
+#[test]
 fn no_bytes_break_the_writers_of_qcow2_images() {
     check_target("changed", 1_600);
 }

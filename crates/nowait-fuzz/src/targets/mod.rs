@@ -9,6 +9,7 @@ mod tree;
 mod image_names;
 mod image_ops;
 mod bitmaps;
+mod raw_bitmaps;
 mod refcounts;
 mod transmission;
 mod segments;
@@ -22,7 +23,7 @@ mod backup;
 use crate::target::Target;
 
 /// All targets.
-pub const ALL: [&Target; 16] = [
+pub const ALL: [&Target; 17] = [
     &handshake::TARGET,
     &transmission::TARGET,
     &image::TARGET,
@@ -31,6 +32,7 @@ pub const ALL: [&Target; 16] = [
     &image_names::TARGET,
     &image_ops::TARGET,
     &bitmaps::TARGET,
+    &raw_bitmaps::TARGET,
     &refcounts::TARGET,
     &segments::TARGET,
     &client::TARGET,
