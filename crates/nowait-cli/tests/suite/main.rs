@@ -61,6 +61,7 @@ mod many_exports;
 mod map_check_info;
 mod memory;
 mod moves;
+mod moves_to_qcow2;
 mod mutated;
 mod panics;
 mod polling;

@@ -22,20 +22,20 @@ use nowait_testkit::nbd::load::load;
 
 const SIZE: u64 = 16 * MIB;
 /// A pause that suffices under any load.
-const LONG_PAUSE: [&str; 2] = ["--max-pause", "60000"];
+pub(crate) const LONG_PAUSE: [&str; 2] = ["--max-pause", "60000"];
 
 /// Options of a move that copies all that there is, and does not end while a client writes.
 const FOLLOWS: [&str; 5] = ["--rate", "2M", "--max-pause", "10", "--detach"];
 
 /// A server of an image of 16 MiB, `disk`, in a directory that it may make images in.
-struct Served {
-    server: Server,
-    control: PathBuf,
-    scratch: Scratch,
+pub(crate) struct Served {
+    pub(crate) server: Server,
+    pub(crate) control: PathBuf,
+    pub(crate) scratch: Scratch,
 }
 
 impl Served {
-    fn start(format: &str, extra: &[&str]) -> Self {
+    pub(crate) fn start(format: &str, extra: &[&str]) -> Self {
         Self::start_under(&[], format, extra)
     }
 
@@ -49,14 +49,14 @@ impl Served {
         Self { server, control, scratch }
     }
 
-    fn export(&self, arguments: &[&str]) -> Command {
+    pub(crate) fn export(&self, arguments: &[&str]) -> Command {
         let mut command = tool(NOWAIT);
         command.arg("export").args(arguments).arg("--control").arg(&self.control);
         command
     }
 
     /// Moves the disk and waits for the end.
-    fn move_to(&self, target: &str, more: &[&str]) -> Value {
+    pub(crate) fn move_to(&self, target: &str, more: &[&str]) -> Value {
         let arguments = [&["move", "@0", target, "--json"], &LONG_PAUSE[..], more].concat();
         let info: Value = serde_json::from_str(&self.export(&arguments).succeeds()).expect("JSON");
         assert_eq!(info["state"], "completed", "{info}");
@@ -80,7 +80,7 @@ impl Served {
     }
 
     /// The files that are images, or parts of one.
-    fn files(&self) -> Vec<String> {
+    pub(crate) fn files(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.scratch.path()).expect("a directory");
         let name = |entry: std::io::Result<std::fs::DirEntry>| entry.expect("an entry").file_name();
         let names = entries.map(|entry| name(entry).to_string_lossy().into_owned());
@@ -91,7 +91,7 @@ impl Served {
 }
 
 /// The bytes of the disk of `image`.
-fn contents(scratch: &Scratch, image: &Path, format: &str) -> Vec<u8> {
+pub(crate) fn contents(scratch: &Scratch, image: &Path, format: &str) -> Vec<u8> {
     let raw = scratch.join("contents");
     accepted(&["copy", text(image), text(&raw), "--force", "-f", format, "-O", "raw"]);
     std::fs::read(raw).expect("a raw image")
@@ -150,7 +150,7 @@ fn while_overwritten(it: &Served, act: impl FnOnce()) {
 }
 
 /// Random bytes in a part of the disk, and its model.
-fn filled(it: &Served) -> Vec<u8> {
+pub(crate) fn filled(it: &Served) -> Vec<u8> {
     let mut model = vec![0; SIZE as usize];
     let data = Random::from_seed(seed()).bytes(4 << 20);
     it.server.connect().write(3 * MIB, &data).expect("a write");
@@ -225,60 +225,6 @@ fn a_disk_moves_to_an_export_of_another_server_and_back_to_a_file() {
     behind.stop();
     it.server.stop();
     assert!(contents(&it.scratch, &file, "qcow2") == model);
-}
-
-#[test]
-fn stored_bitmaps_are_in_the_new_qcow2_image_with_the_bits_of_the_exchange() {
-    for from in ["raw", "qcow2"] {
-        let it = Served::start(from, &[]);
-        it.export(&["bitmap", "add", "@0", "monday"]).succeeds();
-        it.export(&["bitmap", "add", "@0", "passing", "--temporary"]).succeeds();
-        let mut model = filled(&it);
-        let listed = |control: &Path| -> Vec<(Value, bool, Value)> {
-            let mut command = tool(NOWAIT);
-            command.args(["export", "bitmap", "list", "@0", "--json", "--control"]).arg(control);
-            let all: Vec<Value> = serde_json::from_str(&command.succeeds()).expect("JSON");
-            let each = |it: Value| {
-                let is_stored = it["persistent"] == true;
-                (it["name"].clone(), is_stored, it["dirty_bytes"].clone())
-            };
-            all.into_iter().map(each).collect()
-        };
-        let file = it.scratch.join("moved.qcow2");
-        let before = listed(&it.control);
-        let stored: Vec<_> = before.iter().map(|(_, is_stored, _)| *is_stored).collect();
-        assert_eq!(stored, [true, false], "{from}: {before:?}");
-        let info = it.move_to(text(&file), &[]);
-        assert!(info.get("notes").is_none(), "{info}");
-        assert_eq!(listed(&it.control), before, "{from}: copying changes nothing");
-        it.server.connect().write(0, &[6; 512]).expect("a write");
-        model[..512].fill(6);
-        let served = listed(&it.control);
-        assert_eq!(served[0].2, before[0].2.as_u64().expect("a number") + 64 * 1024, "{from}");
-        it.server.stop();
-        accepted(&["check", text(&file)]);
-        let address = format!("unix:{}", it.control.display());
-        let again = Server::start(&file, &["--control", &address]);
-        assert_eq!(listed(&it.control), served[..1], "{from}");
-        again.stop();
-        assert!(contents(&it.scratch, &file, "qcow2") == model);
-    }
-}
-
-#[test]
-fn a_disk_of_no_whole_sectors_moves_to_a_raw_file_and_not_to_qcow2() {
-    let it = Served::start("raw", &[]);
-    let odd = it.scratch.random("odd", 3 * MIB + 100, 5);
-    it.export(&["add", "odd", text(&odd), "--format", "raw"]).succeeds();
-    let content = std::fs::read(&odd).expect("a file");
-    let names = it.files();
-    let said = it.export(&["move", "odd", text(&it.scratch.join("new.qcow2"))]).fails();
-    assert!(said.contains("3145828 bytes, and a qcow2 image whole sectors of 512"), "{said}");
-    assert_eq!(it.files(), names);
-    let new = it.scratch.join("new");
-    it.export(&[&["move", "odd", text(&new)], &LONG_PAUSE[..]].concat()).succeeds();
-    it.server.stop();
-    assert!(std::fs::read(&new).expect("the new place") == content);
 }
 
 #[test]

@@ -431,7 +431,7 @@ impl ControlledServer for RunningServer {
         let replicas = self.replicas.running();
         let pause = || {
             if !self.replicas.end_all(CANCEL_TIMEOUT) {
-                let why = "a replication waits for its storage: end it first (nowait export replicate NAME --stop)";
+                let why = "a replication waits for its storage, and ends when that answers: upgrade then, and begin it again";
                 return Err(ControlError::Conflict(why.into()));
             }
             PausedDisks::new(&self.exports, self.disks.lock())

@@ -114,12 +114,12 @@ impl MoveScenario {
             170..180 => MoveAction::Discard(range),
             180..220 => MoveAction::Read(range),
             220..230 => MoveAction::Flush,
-            230..680 => MoveAction::Work,
-            680..960 => MoveAction::Poll,
+            230..730 => MoveAction::Work,
+            730..960 => MoveAction::Poll,
             960..975 => MoveAction::Begin,
-            975..977 => MoveAction::Cancel,
-            977..994 => MoveAction::Pivot,
-            994..997 => MoveAction::Kill,
+            975..976 => MoveAction::Cancel,
+            976..997 => MoveAction::Pivot,
+            997..998 => MoveAction::Kill,
             _ => MoveAction::Cut,
         };
         (action, random)

@@ -11,7 +11,7 @@ use nowait::{BlockDevice, BlockMap, BlockingFile, ByteRange, Error, Flags};
 use nowait_server::{SimChanges, copy_changes};
 
 /// Bytes that are copied together.
-const PIECE_BYTES: u64 = 16 << 10;
+const PIECE_BYTES: u64 = 32 << 10;
 
 /// A disk.
 pub type Disk = Arc<BlockDevice<dyn BlockMap>>;
