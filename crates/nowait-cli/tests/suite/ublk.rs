@@ -3,6 +3,7 @@
 //! Invariant: the server under test runs in the guest, because only there is a driver. What the
 //! guest has written is checked outside, on the image itself.
 
+use std::array;
 use std::path::{Path, PathBuf};
 
 use crate::common::{Guest, Kernel, MIB, Scratch, path_of, require_tool, skip};
@@ -54,9 +55,9 @@ threads() {
 
 /// The node from its making to its removal, with a server that is killed three times under load.
 const LIFE: &str = r#"
-/test/nowait serve /dev/vda --ublk; echo "guest: without a driver $?"
+/test/nowait serve $disk --ublk; echo "guest: without a driver $?"
 load ublk_drv
-serve /dev/vda --ublk=5
+serve $disk --ublk=5
 grep -q 'serving /dev/ublkb5' /data/out && [ -b /dev/ublkb5 ] && echo "guest: there is a node"
 cd /sys/block/ublkb5/queue
 echo "guest: queue $(cat write_cache), fua $(cat fua), discard $(cat discard_max_bytes)"
@@ -70,7 +71,7 @@ for kill in 1 2 3; do
     sleep 0.5
     end_server KILL
     /test/nowait ublk list
-    serve /dev/vda --ublk=5
+    serve $disk --ublk=5
 done
 wait $load
 /test/nowait ublk stop 5; echo "guest: stop while in use $?"
@@ -91,7 +92,7 @@ ls /dev/ublkb5 2>/dev/null || echo "guest: no node"
 const LEFT: &str = r#"
 load ublk_drv
 /test/nowait ublk features
-serve /dev/vda --ublk
+serve $disk --ublk
 /test/mkfs.ext4 -q /dev/ublkb0 && mount -t ext4 /dev/ublkb0 /disk/new
 dd if=/test/random of=/data/random bs=1M count=8 2>/dev/null
 mkdir /disk/new/written && cp /data/random /disk/new/written/1
@@ -104,17 +105,17 @@ for try in $(seq 150); do [ -e /data/listed ] && break; sleep 0.1; done
 ( sync; echo "guest: synced" ) & sync=$!
 dd if=/dev/zero of=/data/other bs=1M count=1 2>/dev/null
 /test/nowait serve /data/other --direct off --ublk=0; echo "guest: another image $?"
-serve /dev/vda --ublk=0; wait $sync
+serve $disk --ublk=0; wait $sync
 cmp /disk/new/written/1 /data/random && echo "guest: wrote $(cd /disk/new/written && sha256sum 1)"
 umount /disk/new
 /test/nowait ublk stop 0; echo "guest: stopped $?"
 wait $server; echo "guest: ended without its node $?"
 cat /data/out
-serve /dev/vda --ublk=3 --read-only
+serve $disk --ublk=3 --read-only
 echo "guest: read-only $(cat /sys/block/ublkb3/ro)"
 mount -t ext4 -o ro /dev/ublkb3 /disk/new && cmp /disk/new/written/1 /data/random && umount /disk/new
 end_server TERM; echo "guest: ended $status"
-serve /dev/vda --ublk=3 --nbd unix:/data/socket
+serve $disk --ublk=3 --nbd unix:/data/socket
 /test/nowait ublk stop 3; sleep 0.5
 [ -d /proc/$server ] && end_server TERM && echo "guest: NBD goes on, then $status"
 cat /data/out
@@ -152,7 +153,7 @@ losetup /dev/loop0 /dev/ublkb1
 /test/nowait ublk stop 1; echo "guest: stop with a hidden user $?"
 losetup -d /dev/loop0
 /test/nowait ublk stop 1 && wait $server; echo "guest: stopped $?"
-serve /dev/vda --ublk=2 --verbose
+serve $disk --ublk=2 --verbose
 /test/mkfs.ext4 -q /dev/ublkb2 && mount -t ext4 /dev/ublkb2 /disk/new && mkdir /disk/new/written
 dd if=/test/random of=/data/random bs=1M count=4 2>/dev/null
 ( while [ ! -e /data/enough ]; do
@@ -160,7 +161,7 @@ dd if=/test/random of=/data/random bs=1M count=4 2>/dev/null
 done ) & load=$!
 end_server TERM; echo "guest: handed over $status"
 cat /data/out
-serve /dev/vda --ublk=2 --verbose
+serve $disk --ublk=2 --verbose
 touch /data/enough; wait $load
 echo 3 >/proc/sys/vm/drop_caches
 cmp /disk/new/written/1 /data/random && echo "guest: wrote $(cd /disk/new/written && sha256sum 1)"
@@ -174,6 +175,7 @@ const ZERO_COPY: &str = r#"
 load ublk_drv
 dd if=/test/random of=/data/random bs=1M count=8 2>/dev/null
 run() {
+    name=$1; shift
     serve $1 --ublk=4 --off back-off --verbose
     dd if=/data/random of=/dev/ublkb4 bs=256k oflag=direct conv=fsync 2>/dev/null
     dd if=/data/random of=/dev/ublkb4 bs=256k oflag=direct conv=fsync 2>/dev/null
@@ -183,13 +185,13 @@ run() {
     dd if=/data/random of=/dev/ublkb4 bs=4k count=1 seek=5000 conv=fsync 2>/dev/null
     [ "$2" ] && { end_server $2; serve $1 --ublk=4 --off back-off --verbose; }
     dd if=/dev/ublkb4 bs=4k skip=5000 count=1 2>/dev/null | cmp -n 4096 - /data/random && echo "guest: read the end"
-    end_server TERM; echo "guest: $1 ended $status"
+    end_server TERM; echo "guest: $name: ended $status"
     grep 'a copy' /data/out
 }
-run /dev/vda KILL
-/test/mkfs.ext4 -q /dev/vda && mount -t ext4 /dev/vda /disk/new
+run device $disk KILL
+/test/mkfs.ext4 -q $disk && mount -t ext4 $disk /disk/new
 truncate -s 64M /disk/new/sparse
-run /disk/new/sparse
+run file /disk/new/sparse
 serve /disk/new/sparse --ublk=4 --off zero-copy --verbose
 dd if=/dev/ublkb4 bs=64k count=128 iflag=direct 2>/dev/null | cmp -n 8388608 - /data/random && echo "guest: read with copies"
 end_server TERM; grep -q 'without a copy' /data/out || echo "guest: there was no zero copy"
@@ -267,10 +269,18 @@ umount /disk/new && mount -t xfs /dev/ublkb6 /disk/new && echo "guest: mounted a
 end_server TERM; echo "guest: ended $status"
 "#;
 
-/// A guest, the programs that it needs, and a disk for it.
+/// What separates what two parts of a script have printed.
+const NEXT: &str = "guest: next part";
+
+/// A guest, and the programs that it needs.
 pub(crate) struct Scene {
     guest: Guest,
     pub(crate) programs: Vec<PathBuf>,
+}
+
+/// What a part of a script has printed, and what is on its disk.
+pub(crate) struct Part {
+    pub(crate) console: String,
     scratch: Scratch,
     disk: PathBuf,
 }
@@ -287,31 +297,53 @@ impl Scene {
             return None;
         }
         let guest = Guest::with(kernel)?;
-        let scratch = Scratch::new();
-        let disk = scratch.sparse("disk.img", DISK_BYTES);
         let programs = vec![PathBuf::from(env!("CARGO_BIN_EXE_nowait")), mkfs, setpriv];
-        Some(Self { guest, programs, scratch, disk })
+        Some(Self { guest, programs })
     }
 
-    /// Runs `script` in the guest and returns what it printed. The image is on `/dev/vda`.
-    pub(crate) fn run(&self, script: &str) -> String {
-        let drive =
-            format!("file={},format=raw,if=none,id=disk,discard=unmap", self.disk.display());
-        let disk = ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"];
-        let devices = [&PROCESSORS[..], &disk].concat();
+    /// Runs `scripts` one after the other in one guest, because to boot costs as much as a script does. Each has an
+    /// image of its own, at `$disk`, and begins with `/data` empty.
+    pub(crate) fn run<const N: usize>(&self, scripts: [&str; N]) -> [Part; N] {
+        let disks: [_; N] = array::from_fn(|_| {
+            let scratch = Scratch::new();
+            let disk = scratch.sparse("disk.img", DISK_BYTES);
+            (scratch, disk)
+        });
+        let (mut script, mut devices) = (BEGIN.to_owned(), PROCESSORS.map(str::to_owned).to_vec());
+        for ((part, (_, disk)), (n, letter)) in
+            scripts.iter().zip(&disks).zip(('a'..='z').enumerate())
+        {
+            script += &format!("(disk=/dev/vd{letter}\n{part})\nrm -rf /data/*; echo '{NEXT}'\n");
+            let drive =
+                format!("file={},format=raw,if=none,id=disk{n},discard=unmap", disk.display());
+            let device = format!("virtio-blk-pci,drive=disk{n}");
+            devices.extend(["-drive".to_owned(), drive, "-device".to_owned(), device]);
+        }
+        let devices: Vec<&str> = devices.iter().map(String::as_str).collect();
         let programs: Vec<&Path> = self.programs.iter().map(PathBuf::as_path).collect();
-        self.guest.run(&format!("{BEGIN}{script}\npoweroff -f\n"), &programs, &devices)
+        let console = self.guest.run(&(script + "poweroff -f\n"), &programs, &devices);
+        let mut parts = console.split(NEXT).map(str::to_owned);
+        disks.map(|(scratch, disk)| {
+            let console = parts.next().unwrap_or_default();
+            Part { console, scratch, disk }
+        })
     }
 
     /// Runs `script` once more if the driver hangs. Linux 6.12's does sometimes on a busy machine,
     /// when a server ends while its node is in use: no program gets an answer from it then, nor ends.
-    fn run_past_hangs(&self, script: &str) -> String {
-        let console = self.run(script);
-        if !console.contains("guest: the driver hangs") {
-            return console;
-        }
+    fn run_past_hangs<const N: usize>(&self, scripts: [&str; N]) -> [Part; N] {
+        let parts = self.run(scripts);
+        let hung = parts.iter().find(|part| part.console.contains("guest: the driver hangs"));
+        let Some(Part { console, .. }) = hung else { return parts };
         nowait_testkit::say_skipped(&format!("a run in which the driver hung:\n{console}"));
-        self.run(script)
+        self.run(scripts)
+    }
+}
+
+impl Part {
+    /// Checks the file system on the disk, and its `count` files.
+    fn check_written(&self, count: usize) {
+        check_written(&self.scratch, &self.disk, &self.console, count);
     }
 }
 
@@ -321,11 +353,11 @@ pub(crate) fn assert_said(console: &str, lines: &[&str]) {
     }
 }
 
-fn a_node_survives_killed_servers(kernel: Kernel) {
-    let Some(scene) = Scene::new(kernel) else { return };
-    let console = scene.run(LIFE);
+/// After [`LIFE`].
+fn a_node_has_survived_killed_servers(part: &Part) {
+    let console = &part.console;
     assert_said(
-        &console,
+        console,
         &[
             "/dev/ublk-control is missing: there is no ublk driver (try 'modprobe ublk_drv'",
             "guest: without a driver 1",
@@ -342,15 +374,14 @@ fn a_node_survives_killed_servers(kernel: Kernel) {
         ],
     );
     assert!(!console.contains("guest: I/O error") && !console.contains("differs"), "{console}");
-    check_written(&scene.scratch, &scene.disk, &console, 6);
+    part.check_written(6);
 }
 
-fn a_node_in_use_is_left(kernel: Kernel) {
-    let Some(scene) = Scene::new(kernel) else { return };
-    let console = scene.run_past_hangs(LEFT);
-    assert_features(&console, kernel == Kernel::V7_3);
+/// After [`LEFT`].
+fn a_node_in_use_was_left(part: &Part) {
+    let console = &part.console;
     assert_said(
-        &console,
+        console,
         &[
             "/dev/ublkb0 is left waiting for the next 'nowait serve --ublk=0'",
             "guest: ended in use 0",
@@ -373,7 +404,7 @@ fn a_node_in_use_is_left(kernel: Kernel) {
             "guest: the user's server ended",
         ],
     );
-    check_written(&scene.scratch, &scene.disk, &console, 1);
+    part.check_written(1);
 }
 
 /// Checks what the driver was asked and says that it can do, which is more where it is a newer one.
@@ -387,48 +418,54 @@ fn assert_features(console: &str, newer: bool) {
 }
 
 #[test]
-fn a_node_survives_servers_that_are_killed_under_load_and_is_removed_when_its_users_have_left() {
-    a_node_survives_killed_servers(Kernel::V6_12);
+fn a_node_of_an_older_driver_survives_servers_that_are_killed_and_is_left_to_the_next_one() {
+    let Some(scene) = Scene::new(Kernel::V6_12) else { return };
+    let [life, left] = scene.run_past_hangs([LIFE, LEFT]);
+    a_node_has_survived_killed_servers(&life);
+    assert_features(&left.console, false);
+    a_node_in_use_was_left(&left);
 }
 
 #[test]
-fn a_node_of_a_newer_driver_survives_servers_that_are_killed_under_load() {
-    a_node_survives_killed_servers(Kernel::V7_3);
+fn a_node_of_a_newer_driver_is_also_resized_handed_over_and_stopped_only_without_hidden_users() {
+    let Some(scene) = Scene::new(Kernel::V7_3) else { return };
+    let [life, left, newer] = scene.run_past_hangs([LIFE, LEFT, NEWER]);
+    a_node_has_survived_killed_servers(&life);
+    assert_features(&left.console, true);
+    a_node_in_use_was_left(&left);
+    a_node_was_resized_and_handed_over(&newer);
 }
 
 #[test]
-fn a_node_in_use_is_left_to_the_next_server_of_the_same_image_by_a_driver_that_says_what_it_can() {
-    a_node_in_use_is_left(Kernel::V6_12);
-}
-
-#[test]
-fn a_node_in_use_is_left_by_a_newer_driver_that_says_what_more_it_can() {
-    a_node_in_use_is_left(Kernel::V7_3);
-}
-
-#[test]
-fn what_fio_writes_to_xfs_on_a_node_is_verified_also_when_a_server_is_killed_meanwhile() {
+fn a_node_has_the_blocks_that_were_asked_for_data_without_a_copy_and_xfs_that_fio_verifies() {
     let (Some(xfs), Some(fio)) = (path_of("mkfs.xfs"), path_of("fio")) else {
         skip("no mkfs.xfs or no fio");
         return;
     };
     let Some(mut scene) = Scene::new(Kernel::V7_3) else { return };
     scene.programs.extend([xfs, fio]);
-    let console = scene.run(XFS);
+    let blocks = [BLOCKS, BLOCK_SIZES].concat();
+    let [blocks, zero_copy, verified] = scene.run([&blocks, ZERO_COPY, XFS]);
+    blocks_are_those_asked_for(&blocks.console);
+    data_went_without_a_copy(&zero_copy.console);
+    fio_has_verified(&verified.console);
+}
+
+/// After [`XFS`].
+fn fio_has_verified(console: &str) {
     let lines =
         ["mounted\r", "fio 0", "mounted again", "ended 0"].map(|line| format!("guest: {line}"));
-    assert_said(&console, &lines.each_ref().map(String::as_str));
+    assert_said(console, &lines.each_ref().map(String::as_str));
     assert!(!console.contains("I/O error"), "{console}");
     let places = ["serving /dev/ublkb6", "guest: fio 0"].map(|line| console.rfind(line));
     assert!(places[0] < places[1], "fio had ended before the server was killed: {console}");
 }
 
-#[test]
-fn a_newer_driver_resizes_a_node_hands_it_over_and_stops_it_only_without_hidden_users() {
-    let Some(scene) = Scene::new(Kernel::V7_3) else { return };
-    let console = scene.run(NEWER);
+/// After [`NEWER`].
+fn a_node_was_resized_and_handed_over(part: &Part) {
+    let console = &part.console;
     assert_said(
-        &console,
+        console,
         &[
             "guest: grown to 24576, 24576",
             "guest: its end is written",
@@ -442,13 +479,11 @@ fn a_newer_driver_resizes_a_node_hands_it_over_and_stops_it_only_without_hidden_
         ],
     );
     assert!(!console.contains("guest: I/O error"), "{console}");
-    check_written(&scene.scratch, &scene.disk, &console, 1);
+    part.check_written(1);
 }
 
-#[test]
-fn a_node_has_blocks_of_512_bytes_on_any_file_system_or_those_asked_for_which_it_keeps() {
-    let Some(scene) = Scene::new(Kernel::V7_3) else { return };
-    let console = scene.run(&[BLOCKS, BLOCK_SIZES].concat());
+/// After [`BLOCKS`] and [`BLOCK_SIZES`]: 512 bytes on any file system, or those asked for, which a node keeps.
+fn blocks_are_those_asked_for(console: &str) {
     for off in ["none", "zero-copy"] {
         let lines = [
             "blocks of 512, 16385 sectors",
@@ -459,11 +494,11 @@ fn a_node_has_blocks_of_512_bytes_on_any_file_system_or_those_asked_for_which_it
             "the image has it",
         ];
         let lines = lines.map(|line| format!("guest: {off}: {line}"));
-        assert_said(&console, &lines.each_ref().map(String::as_str));
+        assert_said(console, &lines.each_ref().map(String::as_str));
     }
-    assert_said(&console, &["guest: the device has blocks of 4096"]);
+    assert_said(console, &["guest: the device has blocks of 4096"]);
     assert!(!console.contains("guest: I/O error"), "{console}");
-    assert_block_sizes(&console);
+    assert_block_sizes(console);
 }
 
 /// Checks what the guest has said of nodes with blocks that were asked for.
@@ -486,14 +521,12 @@ fn assert_block_sizes(console: &str) {
     );
 }
 
-#[test]
-fn data_go_between_an_image_and_the_users_of_a_node_without_a_copy_where_no_request_must_wait() {
-    let Some(scene) = Scene::new(Kernel::V7_3) else { return };
-    let console = scene.run(ZERO_COPY);
-    assert_said(&console, &["guest: /dev/vda ended 0", "guest: /disk/new/sparse ended 0"]);
+/// After [`ZERO_COPY`]: no copy where no request must wait.
+fn data_went_without_a_copy(console: &str) {
+    assert_said(console, &["guest: device: ended 0", "guest: file: ended 0"]);
     let last = ["read with copies", "there was no zero copy", "the image has it"];
     let last = last.map(|line| format!("guest: {line}"));
-    assert_said(&console, &last.each_ref().map(String::as_str));
+    assert_said(console, &last.each_ref().map(String::as_str));
     for line in ["guest: read what was written", "guest: read zeros", "guest: read the end"] {
         assert_eq!(console.matches(line).count(), 2, "{line}: {console}");
     }

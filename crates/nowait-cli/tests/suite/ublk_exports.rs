@@ -1,9 +1,10 @@
-//! Several exports of one server are block devices of one guest.
+//! Several exports of one server are block devices of one guest, beside a node whose server changes (`ublk_pauses.rs`).
 //!
 //! Invariant: what is written to a node is in the image of its export, and in no other.
 
 use crate::common::Kernel;
 use crate::ublk::{Scene, assert_said};
+use crate::ublk_pauses::{CHANGED, users_went_on};
 
 /// Two nodes of a confined server through an upgrade to its end; then a server of which the nodes are taken away one
 /// after the other.
@@ -50,11 +51,17 @@ cat /data/out
 "#;
 
 #[test]
-fn two_exports_of_one_server_are_nodes_through_upgrades_until_both_are_stopped_or_taken_away() {
+fn a_node_goes_on_through_changes_of_its_image_and_two_of_one_server_until_both_are_stopped() {
     let Some(scene) = Scene::new(Kernel::V7_3) else { return };
-    let console = scene.run(TWO);
+    let [changed, two] = scene.run([CHANGED, TWO]);
+    users_went_on(&changed.console);
+    two_exports_were_nodes(&two.console);
+}
+
+/// After [`TWO`]: through upgrades, until both are stopped or taken away.
+fn two_exports_were_nodes(console: &str) {
     assert_said(
-        &console,
+        console,
         &[
             "it is /dev/ublkb4 ('nowait ublk stop 4' removes that)",
             "guest: removed 1",

@@ -2,11 +2,10 @@
 //!
 //! Invariant: the users of the node see a pause and nothing else.
 
-use crate::common::Kernel;
-use crate::ublk::{Scene, assert_said};
+use crate::ublk::assert_said;
 
 /// A node under load through snapshots, another size, and upgrades.
-const CHANGED: &str = r#"
+pub(crate) const CHANGED: &str = r#"
 load ublk_drv
 truncate -s 64M /data/disk.img
 command() { /test/nowait "$@" --control /data/control; }
@@ -47,15 +46,13 @@ for try in $(seq 100); do [ -e /data/control ] || break; sleep 0.1; done
 cat /data/out
 "#;
 
-#[test]
-fn the_users_of_a_node_go_on_through_snapshots_another_size_and_upgrades_of_its_server() {
-    let Some(scene) = Scene::new(Kernel::V7_3) else { return };
-    let console = scene.run(CHANGED);
+/// After [`CHANGED`].
+pub(crate) fn users_went_on(console: &str) {
     let counted =
         ["snapshot", "upgrade"].map(|what| [1, 2, 3].map(|n| format!("guest: {what} {n}")));
-    assert_said(&console, &counted.as_flattened().iter().map(String::as_str).collect::<Vec<_>>());
+    assert_said(console, &counted.as_flattened().iter().map(String::as_str).collect::<Vec<_>>());
     assert_said(
-        &console,
+        console,
         &[
             "guest: resized to 163840",
             "guest: the first server ended 0",
@@ -69,7 +66,7 @@ fn the_users_of_a_node_go_on_through_snapshots_another_size_and_upgrades_of_its_
         ],
     );
     assert!(!console.contains("I/O error") && !console.contains("differs"), "{console}");
-    ["first", "upgraded"].into_iter().for_each(|server| are_flushers(&console, server));
+    ["first", "upgraded"].into_iter().for_each(|server| are_flushers(console, server));
 }
 
 /// Checks that all threads of `server` are I/O flushers, workers among them.
@@ -80,7 +77,7 @@ fn are_flushers(console: &str, server: &str) {
 }
 
 /// A driver that cannot keep requests back.
-const KEPT: &str = r#"
+pub(crate) const KEPT: &str = r#"
 load ublk_drv
 truncate -s 8M /data/disk.img
 serve /data/disk.img --direct off --ublk=7 --control unix:/data/control --allow-dir /data
@@ -92,7 +89,7 @@ end_server TERM; echo "guest: ended $status"
 "#;
 
 /// Servers that are I/O flushers, that of a user among them; one that has not been asked to, and some that may not.
-const NBD_FLUSHERS: &str = r#"
+pub(crate) const NBD_FLUSHERS: &str = r#"
 chmod 777 /data; chown 1000 /data/disk.img
 uri='nbd+unix:///?socket=/data/socket'
 common='/data/disk.img --direct off --nbd unix:/data/socket --control unix:/data/control'
@@ -113,12 +110,10 @@ threads 'without the right' $server; end_server TERM
 $as /test/nowait serve /data/disk.img --ublk --io-flusher; echo "guest: asked for $?"
 "#;
 
-#[test]
-fn a_driver_that_keeps_no_requests_back_refuses_a_pause_and_the_node_goes_on() {
-    let Some(scene) = Scene::new(Kernel::V6_12) else { return };
-    let console = scene.run(&[KEPT, NBD_FLUSHERS].concat());
+/// After [`KEPT`] and [`NBD_FLUSHERS`]: the driver refuses a pause, and the node goes on.
+pub(crate) fn a_pause_was_refused(console: &str) {
     assert_said(
-        &console,
+        console,
         &[
             "cannot keep requests back (Linux 6.16 can)",
             "guest: snapshot 1",
@@ -129,7 +124,7 @@ fn a_driver_that_keeps_no_requests_back_refuses_a_pause_and_the_node_goes_on() {
     );
     // A server of NBD, because this guest's root has the right that a container's has not.
     assert_said(
-        &console,
+        console,
         &[
             "--io-flusher: the capability CAP_SYS_RESOURCE is missing",
             "guest: user 1",
@@ -140,7 +135,7 @@ fn a_driver_that_keeps_no_requests_back_refuses_a_pause_and_the_node_goes_on() {
             "guest: upgraded",
         ],
     );
-    ["nbd", "successor"].into_iter().for_each(|server| are_flushers(&console, server));
+    ["nbd", "successor"].into_iter().for_each(|server| are_flushers(console, server));
     for server in ["plain", "without the right"] {
         assert!(console.contains(&format!("guest: {server}: no flusher nowait")), "{console}");
         assert!(!console.contains(&format!("guest: {server}: flusher")), "{console}");

@@ -17,6 +17,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap};
 
 use crate::common::Kernel;
 use crate::ublk::{Scene, assert_said};
+use crate::ublk_pauses::{KEPT, NBD_FLUSHERS, a_pause_was_refused};
 
 const NAME: &str = "ublk_takeover::dies_while_it_takes_over";
 /// Where it dies: `mapped` or `one-queue`.
@@ -32,14 +33,14 @@ const DESCRIPTORS_BYTES: usize = 3072;
 const SCRIPT: &str = r#"
 load ublk_drv
 dd if=/test/random of=/data/random bs=1M count=4 2>/dev/null
-serve /dev/vda --ublk=5
+serve $disk --ublk=5
 exec 9<>/dev/ublkb5
 dd if=/data/random of=/dev/ublkb5 bs=1M conv=fsync 2>/dev/null
 for point in mapped one-queue; do
     end_server KILL
     for try in $(seq 100); do /test/nowait ublk list | grep -q waiting && break; sleep 0.3; done
     NOWAIT_DIES=$point /test/SUITE --exact TEST --ignored --nocapture
-    serve /dev/vda --ublk=5
+    serve $disk --ublk=5
     grep -q '^serving' /data/out || { dmesg | tail -n 40; poweroff -f; }
     echo 3 >/proc/sys/vm/drop_caches
     cmp -n 4194304 /dev/ublkb5 /data/random && echo "guest: taken over after $point"
@@ -50,12 +51,16 @@ dmesg | grep -E 'WARNING|BUG' && echo "guest: the kernel complains"
 "#;
 
 #[test]
-fn a_node_is_taken_over_although_a_server_was_killed_while_it_did_that() {
+fn an_older_driver_gives_a_node_over_although_a_server_was_killed_meanwhile_and_refuses_a_pause() {
     let Some(mut scene) = Scene::new(Kernel::V6_12) else { return };
     let suite = std::env::current_exe().expect("this program");
     let name = suite.file_name().and_then(|name| name.to_str()).expect("UTF-8").to_owned();
     scene.programs.push(suite);
-    let console = scene.run(&SCRIPT.replace("SUITE", &name).replace("TEST", NAME));
+    let taken_over = SCRIPT.replace("SUITE", &name).replace("TEST", NAME);
+    let kept = [KEPT, NBD_FLUSHERS].concat();
+    let [taken_over, kept] = scene.run([&taken_over, &kept]);
+    a_pause_was_refused(&kept.console);
+    let console = taken_over.console;
     let lines = ["mapped", "one-queue"].map(|point| format!("guest: taken over after {point}"));
     assert_said(&console, &lines.each_ref().map(String::as_str));
     assert_said(&console, &["dies after mapped", "dies after one-queue", "guest: ended 0"]);

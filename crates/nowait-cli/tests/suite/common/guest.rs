@@ -9,9 +9,9 @@ use std::process::Command;
 
 use super::{Finished, Scratch, require_tool, skip, tool};
 
-/// The start of every script: `load MODULE [PARAMETER...]` says so if it fails.
+/// The start of every script: `load MODULE [PARAMETER...]` says so if it fails, and does nothing where it is loaded.
 const LOAD: &str = r#"
-load() { module=$1; shift; insmod /modules/$module.ko "$@" || echo "guest: insmod $module failed"; }
+load() { module=$1; shift; [ -d /sys/module/$module ] || insmod /modules/$module.ko "$@" || echo "guest: insmod $module failed"; }
 "#;
 
 /// The memory of a machine, MiB. The root file system takes at most half of it, and while it is unpacked
@@ -142,10 +142,10 @@ impl Guest {
     }
 }
 
-/// Copies a file into the root file system of the guest, a program without what only debuggers read.
+/// Copies a file into the root file system of the guest, a program without symbols.
 fn put(file: &Path, to: &Path) {
     fs::create_dir_all(to.parent().expect("a place in a directory")).expect("a directory");
-    let stripped = Command::new("strip").arg("--strip-debug").arg("-o").args([to, file]).output();
+    let stripped = Command::new("strip").arg("--strip-all").arg("-o").args([to, file]).output();
     if stripped.is_ok_and(|output| output.status.success()) {
         return;
     }
