@@ -260,7 +260,7 @@ load ublk_drv; load xfs
 truncate -s 320M /data/xfs.img
 serve /data/xfs.img --direct off --ublk=6
 /test/mkfs.xfs -q /dev/ublkb6 && mount -t xfs /dev/ublkb6 /disk/new && echo "guest: mounted"
-( /test/fio --name=verify --directory=/disk/new --ioengine=psync --thread --numjobs=2 --direct=1 --size=32M \
+( /test/fio --name=verify --directory=/disk/new --ioengine=psync --thread --numjobs=2 --direct=1 --size=12M \
     --rw=randrw --bs=16k --verify=crc32c --verify_fatal=1 --fsync=16 --output=/data/fio
 echo "guest: fio $?" ) & load=$!
 sleep 0.5; end_server KILL; serve /data/xfs.img --direct off --ublk=6
