@@ -127,7 +127,7 @@ impl Chain {
             match file {
                 FileName::Point(number) => drop(numbers.insert(number)),
                 FileName::Data(id) => drop(files.insert(id, bytes)),
-                FileName::Partial(_) | FileName::Index(_) => {}
+                FileName::Partial(_) | FileName::Index(_) | FileName::PartialIndex(_) => {}
             }
         }
         if numbers.len() > MAX_FILES {
@@ -274,7 +274,7 @@ impl Chain {
             let is_used = match name {
                 FileName::Data(id) => used.contains(&id),
                 FileName::Point(_) => true,
-                FileName::Partial(_) | FileName::Index(_) => false,
+                FileName::Partial(_) | FileName::Index(_) | FileName::PartialIndex(_) => false,
             };
             if !is_used && !kept.contains(&name) {
                 self.place.remove(name)?;

@@ -35,6 +35,8 @@ fn a_backup_goes_on_from_the_files_that_one_before_has_completed_as_far_as_the_d
         let path = scratch.path().join("chain");
         let mut disk = first.clone();
         assert!(back_up(mortal(&path, Access::Add, steps), &disk, None).is_err());
+        // A kill in the middle of an index leaves one that is not complete.
+        std::fs::write(path.join("index-000000000000000a.partial"), "partial").unwrap();
         if let Some(block) = changed {
             disk[block * BLOCK] ^= 1;
         }

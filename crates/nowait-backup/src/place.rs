@@ -102,6 +102,8 @@ pub(crate) enum FileName {
     Data(u64),
     /// The blocks of a data file with this number, until a point has them: a manifest of these.
     Index(u64),
+    /// Such a manifest that is not complete.
+    PartialIndex(u64),
 }
 
 impl FileName {
@@ -114,7 +116,10 @@ impl FileName {
                 None => Self::Point(number.parse().ok()?),
             },
             ("data", number) => Self::Data(id(number)?),
-            ("index", number) => Self::Index(id(number)?),
+            ("index", number) => match number.strip_suffix(".partial") {
+                Some(number) => Self::PartialIndex(id(number)?),
+                None => Self::Index(id(number)?),
+            },
             _ => return None,
         };
         (name.to_string() == text).then_some(name)
@@ -128,6 +133,7 @@ impl fmt::Display for FileName {
             Self::Partial(number) => write!(f, "point-{number:06}.partial"),
             Self::Data(id) => write!(f, "data-{id:016x}"),
             Self::Index(id) => write!(f, "index-{id:016x}"),
+            Self::PartialIndex(id) => write!(f, "index-{id:016x}.partial"),
         }
     }
 }
@@ -179,6 +185,7 @@ mod tests {
             FileName::Data(0),
             FileName::Data(u64::MAX),
             FileName::Index(15),
+            FileName::PartialIndex(16),
         ] {
             assert_eq!(FileName::parse(&name.to_string()), Some(name));
         }

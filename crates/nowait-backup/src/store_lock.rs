@@ -16,13 +16,13 @@ use serde::{Deserialize, Serialize};
 
 /// The name of the object.
 pub(crate) const LOCK: &str = "nowait-backup.lock";
-/// The most bytes of it.
-/// Beyond it: the lock is one that is not understood, and is taken when it is old.
+/// The most bytes of the lock of a chain in a store.
+/// Beyond it: the backup or prune is refused, as the lock is not one of nowait.
 const MAX_LOCK_BYTES: u64 = 64 << 10;
 /// How often its holder puts it again.
 const RENEWAL: Duration = Duration::from_secs(60);
-/// The most seconds since its holder has put it, by the clocks of the store and of the host.
-/// Beyond it: another process takes it.
+/// The most seconds since the holder of such a lock has put it, by the clocks of the store and of the host.
+/// Beyond it: another process takes the lock.
 const MAX_AGE_SECONDS: u64 = 15 * 60;
 
 const HELD: &str = "another backup or prune is at work in it";

@@ -199,8 +199,9 @@ fn a_backup_goes_on_from_what_one_that_was_killed_has_stored() {
     // Two data files that are full, and one that is not.
     let disk = scratch.random("disk", 160 * MIB, 1);
     let chain = scratch.join("chain");
-    let names = || fs::read_dir(&chain).into_iter().flatten().flatten().map(|it| it.file_name());
-    let has_index = || names().any(|name| name.to_string_lossy().starts_with("index-"));
+    let paths = || fs::read_dir(&chain).into_iter().flatten().flatten().map(|it| it.path());
+    let is_index = |path: PathBuf| text(&path).contains("index-") && path.extension().is_none();
+    let has_index = || paths().any(is_index);
     let server = Server::start(&disk, &["--limit-bandwidth", "32M"]);
     let mut killed = start(&["backup", server.uri(), text(&chain)]);
     wait_until("a data file to be complete", has_index);

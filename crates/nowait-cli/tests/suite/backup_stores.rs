@@ -15,6 +15,7 @@ use nowait_testkit::{Random, ends_with_test, output_of, wait_until};
 use serde_json::{Value, json};
 
 use crate::common::{Finished, KIB, MIB, NOWAIT, Scratch, refusal_under, text, tool};
+use crate::copy_to_store::environment_of;
 use crate::remote_objects::{KEY, SECRET};
 
 const CHAIN: &str = "s3://bucket/backups/disk";
@@ -37,13 +38,7 @@ impl Store {
         server.script().signer = Some(Signer::Aws { key, secret, region });
         // A list has several pages.
         server.script().bucket = Some(Bucket { page: 3, ..Bucket::default() });
-        let environment = vec![
-            "env".into(),
-            format!("AWS_ENDPOINT_URL={}", server.root()),
-            format!("AWS_ACCESS_KEY_ID={KEY}"),
-            format!("AWS_SECRET_ACCESS_KEY={SECRET}"),
-            "AWS_REGION=us-east-1".into(),
-        ];
+        let environment = environment_of(&server);
         Self { server, environment }
     }
 
@@ -360,7 +355,8 @@ fn an_encrypted_chain_in_a_store_shows_nothing() {
         "AGE-SECRET-KEY-1GQ9778VQXMMJVE8SK7J6VT8UJ4HDQAJUVSFCWCM02D8GEWQ72PVQ2Y5J33";
     const RECIPIENT: &str = "age1t7rxyev2z3rw82stdlrrepyc39nvn86l5078zqkf5uasdy86jp6svpy7pa";
     let (scratch, store) = (Scratch::new(), Store::new());
-    let (disk, bytes) = disk_of(&scratch);
+    let disk = scratch.random("disk", 2 * MIB, 1);
+    let bytes = fs::read(&disk).expect("the disk");
     let [target, key] = ["target", "key"].map(|name| scratch.join(name));
     fs::write(&key, IDENTITY).expect("a file");
     let identity = ["--identity", text(&key)];

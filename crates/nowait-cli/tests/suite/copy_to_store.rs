@@ -37,13 +37,7 @@ impl Store {
         let (key, secret, region) = (KEY.into(), SECRET.into(), String::new());
         server.script().signer = Some(Signer::Aws { key, secret, region });
         server.script().is_absent = object.is_none();
-        let environment = vec![
-            "env".into(),
-            format!("AWS_ENDPOINT_URL={}", server.root()),
-            format!("AWS_ACCESS_KEY_ID={KEY}"),
-            format!("AWS_SECRET_ACCESS_KEY={SECRET}"),
-            "AWS_REGION=us-east-1".into(),
-        ];
+        let environment = environment_of(&server);
         Self { server, environment }
     }
 
@@ -93,6 +87,17 @@ impl Store {
         assert!(script.is_absent || script.object == object.unwrap_or_default());
         assert_eq!(script.uploads.aborted, script.uploads.begun);
     }
+}
+
+/// The command and its arguments by which a command has the key for `server`.
+pub(crate) fn environment_of(server: &WebServer) -> Vec<String> {
+    vec![
+        "env".into(),
+        format!("AWS_ENDPOINT_URL={}", server.root()),
+        format!("AWS_ACCESS_KEY_ID={KEY}"),
+        format!("AWS_SECRET_ACCESS_KEY={SECRET}"),
+        "AWS_REGION=us-east-1".into(),
+    ]
 }
 
 fn source(scratch: &Scratch) -> (PathBuf, Vec<u8>) {

@@ -209,7 +209,7 @@ impl AsFd for ObjectUpload {
 
 /// The name of a version of an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum FoundVersion {}
+pub struct FoundVersion(Infallible);
 
 /// An object that was read.
 #[derive(Clone, Debug, PartialEq, Eq)]
