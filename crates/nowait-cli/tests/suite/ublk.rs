@@ -269,7 +269,7 @@ umount /disk/new && mount -t xfs /dev/ublkb6 /disk/new && echo "guest: mounted a
 end_server TERM; echo "guest: ended $status"
 "#;
 
-/// What separates what two parts of a script have printed.
+/// Separates what two parts of a script have printed.
 const NEXT: &str = "guest: next part";
 
 /// A guest, and the programs that it needs.
@@ -278,7 +278,7 @@ pub(crate) struct Scene {
     pub(crate) programs: Vec<PathBuf>,
 }
 
-/// What a part of a script has printed, and what is on its disk.
+/// Output of a part of a script, and the content of its disk.
 pub(crate) struct Part {
     pub(crate) console: String,
     scratch: Scratch,

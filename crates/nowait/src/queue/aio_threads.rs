@@ -342,4 +342,46 @@ mod tests {
             assert_eq!((in_flight, queue.in_pool, queue.in_aio), (wanted, 0, 0));
         }
     }
+
+    /// All threads of the pool wait for an empty pipe: what is behind them ends when it is cancelled, and nothing else.
+    #[test]
+    fn c89_transfers_behind_those_that_hang_in_the_pool_end_when_they_are_cancelled() {
+        const ALL: u32 = POOL_THREADS + 4;
+        let (reader, mut writer) = std::io::pipe().unwrap();
+        let mut queue = AioThreadQueue::new(ALL).unwrap();
+        queue.attach(&[QueueFile::Descriptor { file: reader.as_fd(), cached: false }]).unwrap();
+        let mut memory = [0u8; ALL as usize];
+        let base = memory.as_mut_ptr();
+        for token in 0..ALL {
+            let base = base.wrapping_add(token as usize);
+            // At this position preadv2(2) reads as read(2) does.
+            let read = Transfer { base, len: 1, pos: u64::MAX, ..Transfer::NONE };
+            // SAFETY: the memory outlives the completions.
+            unsafe { queue.push(&read, Token::from(token)) }.unwrap();
+        }
+        queue.submit().unwrap();
+        let mut ended = Vec::new();
+        // They begin in order, so that no thread has one of these. The second time there is none of this token.
+        for token in [ALL - 1, ALL - 1, ALL - 3] {
+            queue.cancel(Token::from(token));
+        }
+        queue.wait(Some(Duration::from_secs(60))).unwrap();
+        queue.drain_completions(|token, outcome| ended.push((token, outcome)));
+        let cancelled = [ALL - 1, ALL - 3].map(|token| (Token::from(token), -libc::ECANCELED));
+        assert_eq!(ended, cancelled);
+        writer.write_all(&[7; ALL as usize]).unwrap();
+        while ended.len() < ALL as usize {
+            queue.wait(Some(Duration::from_secs(60))).unwrap();
+            queue.drain_completions(|token, outcome| ended.push((token, outcome)));
+        }
+        ended.sort_unstable();
+        let is_cancelled = |token| token == ALL - 1 || token == ALL - 3;
+        let expected = (0..ALL).map(|token| match is_cancelled(token) {
+            true => (Token::from(token), -libc::ECANCELED),
+            false => (Token::from(token), 1),
+        });
+        assert!(expected.eq(ended) && queue.in_pool == 0);
+        let read = (0..ALL).map(|token| if is_cancelled(token) { 0 } else { 7 });
+        assert!(read.eq(memory), "nothing was read for those that were cancelled");
+    }
 }

@@ -14,7 +14,7 @@ use crate::types::transfer::{Outcome, Transfer};
 
 /// A storage that makes transfers on threads of its own.
 pub trait AsyncTransfers: Send + Sync {
-    /// Begins all of `transfers`, in any order, and leaves the list empty. It does not wait.
+    /// Begins all of `transfers`, at least one, in any order, and leaves the list empty. It does not wait.
     fn begin(&self, transfers: &mut Vec<PendingTransfer>);
 }
 

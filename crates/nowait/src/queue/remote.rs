@@ -94,11 +94,14 @@ impl RemoteFiles {
 
     /// Ends a pushed transfer that has not begun, with `ECANCELED`; false if there is none under `token`.
     pub(crate) fn cancel(&mut self, token: Token) -> bool {
-        for &number in &self.pushed {
+        for (at, &number) in self.pushed.iter().enumerate() {
             if let Some(RemoteFile::Transfers(_, pushed)) = self.files.get_mut(number)
                 && let Some(n) = pushed.iter().position(|it| it.slot() == token::slot_of(token))
             {
                 pushed.remove(n).fail(libc::ECANCELED);
+                if pushed.is_empty() {
+                    self.pushed.remove(at);
+                }
                 return true;
             }
         }

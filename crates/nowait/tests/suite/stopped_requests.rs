@@ -9,8 +9,9 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use nowait::{
-    AsyncFile, BlockDevice, ByteRange, Config, Engine, Error, Flags, IoBuffer, LinearMap,
-    LocalAsyncFile, LocalDriver, Op, OpenOptions, Request, Storage, StorageProperties, WorkerPool,
+    AsyncFile, AsyncTransfers, BlockDevice, ByteRange, Config, Engine, Error, Flags, IoBuffer,
+    LinearMap, LocalAsyncFile, LocalDriver, Op, OpenOptions, PendingTransfer, QueueKind, Request,
+    Storage, StorageProperties, WorkerPool,
 };
 use nowait_testkit::{TestQueueKind, WaitForRequests};
 use std::io::{IoSlice, IoSliceMut, Write};
@@ -24,6 +25,18 @@ struct Gate {
     opened: Condvar,
     /// Calls that have begun.
     begun: std::sync::atomic::AtomicUsize,
+    /// Transfers of a storage that makes them itself.
+    transfers: Option<Arc<HeldTransfers>>,
+}
+
+/// Transfers that a storage has begun, as they were handed to it.
+#[derive(Default)]
+struct HeldTransfers(Mutex<Vec<Vec<PendingTransfer>>>);
+
+impl AsyncTransfers for HeldTransfers {
+    fn begin(&self, transfers: &mut Vec<PendingTransfer>) {
+        self.0.lock().unwrap().push(std::mem::take(transfers));
+    }
 }
 
 impl Gate {
@@ -70,6 +83,11 @@ impl Storage for Gated {
 
     fn sync(&self) -> Result<(), Error> {
         Ok(())
+    }
+
+    fn transfers(&self) -> Option<Arc<dyn AsyncTransfers>> {
+        let held = self.0.transfers.clone()?;
+        Some(held)
     }
 }
 
@@ -289,6 +307,48 @@ fn c89_requests_that_were_not_submitted_never_reach_the_file_when_they_are_cance
                 assert!(written.iter().all(|&byte| byte == wanted), "{kind:?} {merge} {tag}");
             }
         }
+    }
+}
+
+/// A storage that ends its transfers itself gets none that was cancelled before, and no empty list.
+#[test]
+fn c89_transfers_that_a_storage_has_not_begun_end_when_they_are_cancelled() {
+    for kind in [QueueKind::Uring, QueueKind::Threads] {
+        let config = Config { slots: 64, ..Config::default() };
+        let Ok(queue) = kind.open(config.slots) else {
+            nowait_testkit::skip("no io_uring");
+            continue;
+        };
+        let held = Arc::new(HeldTransfers::default());
+        let gate = Arc::new(Gate { transfers: Some(held.clone()), ..Gate::default() });
+        let mut engine = Engine::new(queue, WorkerPool::new(1), config).unwrap();
+        let disk = engine.attach(gated(&gate)).unwrap();
+        for (tags, cancelled) in [(0..4, 0..4), (4..8, 5..6)] {
+            for tag in tags {
+                let buf = engine.buffer(&disk, io(Op::Read, tag).range).unwrap();
+                assert!(engine.submit(&disk, io(Op::Read, tag), buf, tag).is_ok());
+            }
+            for tag in cancelled.clone() {
+                assert_eq!(engine.cancel(&disk, tag), 1, "{kind:?}");
+            }
+            let mut ended = Vec::new();
+            while ended.len() < cancelled.clone().count() {
+                engine.wait(Some(Duration::from_secs(1)), &mut |_, _| {}).unwrap();
+                ended.extend(std::iter::from_fn(|| engine.next()));
+            }
+            let expected = cancelled.map(|tag| (tag, Err(libc::ECANCELED)));
+            assert!(expected.eq(results(ended)), "{kind:?}");
+        }
+        let lists = || held.0.lock().unwrap().iter().map(Vec::len).collect::<Vec<_>>();
+        assert_eq!(lists(), [3], "{kind:?}");
+        // The storage has this one: it ends with its result.
+        assert_eq!(engine.cancel(&disk, 6), 1);
+        engine.poll().unwrap();
+        assert!(engine.next().is_none() && lists() == [3], "{kind:?}");
+        let begun = std::mem::take(&mut *held.0.lock().unwrap());
+        begun.into_iter().flatten().for_each(|transfer| transfer.complete(&[1; BLOCK]));
+        let expected = [4, 6, 7].map(|tag| (tag, Ok(BLOCK as u64)));
+        assert_eq!(results(engine.finish()), expected, "{kind:?}");
     }
 }
 
