@@ -150,14 +150,11 @@ fn failed(errno: Errno, operation: Operation) -> Error {
 impl Storage for PointStorage {
     fn properties(&self) -> StorageProperties {
         StorageProperties {
-            align: Alignment::NONE,
             read_only: true,
-            nowait: false,
-            punch_hole: false,
             // Its bytes may be a guest's, and its size is not ours to change.
             device: true,
-            zeroing_block: 1,
             shares_syncs: false,
+            ..StorageProperties::new(Alignment::NONE)
         }
     }
 

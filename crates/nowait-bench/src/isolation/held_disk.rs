@@ -190,3 +190,71 @@ impl Filesystem for Files {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use nowait::{
+        BlockDevice, ByteRange, Completion, Config, Engine, Flags, Op, OpenOptions, Request,
+        WorkerPool,
+    };
+    use nowait_testkit::{TestQueueKind, WaitForRequests, skip, wait_until};
+
+    use super::*;
+
+    const BLOCK: u64 = 4096;
+    const READS: u64 = 8;
+
+    /// The workers wait in the first reads of a file system that never answers. The engine's thread does not.
+    #[test]
+    fn c89_reads_that_a_file_system_never_answers_leave_the_thread_of_the_engine_to_others() {
+        let directory = tempfile::tempdir().unwrap();
+        let (mount, good) = (directory.path().join("mount"), directory.path().join("good"));
+        std::fs::create_dir(&mount).unwrap();
+        std::fs::write(&good, [1; BLOCK as usize]).unwrap();
+        let held = match HeldDisk::mount(&mount, 1 << 20) {
+            Ok(held) => held,
+            Err(error) => {
+                skip(&format!("no FUSE file system can be mounted: {error}"));
+                return;
+            }
+        };
+        for kind in TestQueueKind::REAL {
+            let config = Config { slots: 64, ..Config::default() };
+            let Some(queue) = kind.queue(config.slots) else { continue };
+            held.set(Answer::Zeros);
+            let open = |path| BlockDevice::open(path, OpenOptions::new().read_only(true)).unwrap();
+            let mut engine = Engine::new(queue, WorkerPool::new(4), config).unwrap();
+            let [hung, other] = [held.path(), &good].map(|path| Arc::new(open(path)));
+            let [hung, other] = [hung, other].map(|disk| engine.attach(disk).unwrap());
+            held.set(Answer::Never);
+            let io = |n| {
+                let range = ByteRange::new(2 * n * BLOCK, BLOCK);
+                Request { op: Op::Read, flags: Flags::NONE, range }
+            };
+            for tag in 0..READS {
+                let buf = engine.buffer(&hung, io(tag).range).unwrap();
+                assert!(engine.submit(&hung, io(tag), buf, tag).is_ok(), "{kind:?}");
+            }
+            engine.poll().unwrap();
+            wait_until("a read to hang", || !held.reads.lock().held.is_empty());
+            let buf = engine.buffer(&other, io(0).range).unwrap();
+            assert!(engine.submit(&other, io(0), buf, READS).is_ok(), "{kind:?}");
+            let mut done = Vec::new();
+            while done.is_empty() {
+                engine.wait(Some(Duration::from_secs(1)), &mut |_, _| {}).unwrap();
+                done.extend(std::iter::from_fn(|| engine.next()));
+            }
+            let outcome = |it: &Completion| (it.tag, it.result().map_err(|error| error.errno()));
+            assert_eq!(outcome(&done[0]), (READS, Ok(BLOCK)), "{kind:?}");
+            for tag in 0..READS {
+                assert_eq!(engine.cancel(&hung, tag), 1, "{kind:?}");
+            }
+            held.set(Answer::Error);
+            done.extend(engine.finish());
+            let of = |errno| done.iter().filter(|it| outcome(it).1 == Err(errno)).count() as u64;
+            let (cancelled, failed) = (of(libc::ECANCELED), of(libc::EIO));
+            assert!(failed > 0 && cancelled > 0, "{kind:?}: {failed} and {cancelled}");
+            assert_eq!(cancelled + failed, READS, "{kind:?}");
+        }
+    }
+}

@@ -144,15 +144,15 @@ impl NbdStorage {
 impl Storage for NbdStorage {
     fn properties(&self) -> StorageProperties {
         let block = self.export.min_block;
+        let align = Alignment { memory: 1, offset: block, read_offset: block };
         StorageProperties {
-            align: Alignment { memory: 1, offset: block, read_offset: block },
             read_only: self.read_only,
-            nowait: false,
             punch_hole: !self.read_only && self.has(nbd::FLAG_SEND_WRITE_ZEROES),
             // Its bytes may be a guest's, and its size is not ours to change.
             device: true,
             zeroing_block: block,
             shares_syncs: self.has(nbd::FLAG_SEND_FUA),
+            ..StorageProperties::new(align)
         }
     }
 

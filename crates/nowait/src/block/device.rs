@@ -72,6 +72,7 @@ pub struct BlockDevice<M: BlockMap + ?Sized> {
     pub(super) appends: bool,
     read_only: bool,
     nowait: bool,
+    waits_in_queue: bool,
     /// Shared with the device that this one was made from, or that is made from it.
     pub(super) flushes: Arc<FlushCoalescer>,
     ahead: AllocateAhead,
@@ -171,8 +172,9 @@ impl<M: BlockMap> BlockDevice<M> {
         for storage in backing.iter().map(|storage| storage.properties()) {
             properties.align = properties.align.strictest(storage.align);
             properties.nowait &= storage.nowait;
+            properties.waits_in_queue |= storage.waits_in_queue;
         }
-        let StorageProperties { align, nowait, .. } = properties;
+        let StorageProperties { align, nowait, waits_in_queue, .. } = properties;
         let (ranges, flushes) = (RangeLocks::new(), Arc::default());
         let limit = AtomicU64::new(size);
         Self {
@@ -185,6 +187,7 @@ impl<M: BlockMap> BlockDevice<M> {
             appends: false,
             read_only,
             nowait,
+            waits_in_queue,
             flushes,
             ahead: AllocateAhead::default(),
             weight: AtomicU32::new(DEFAULT_WEIGHT),
@@ -357,6 +360,11 @@ impl<M: BlockMap + ?Sized> BlockDevice<M> {
     #[must_use]
     pub fn supports_nowait(&self) -> bool {
         self.nowait
+    }
+
+    /// Whether one of its storages has [`StorageProperties::waits_in_queue`].
+    pub(crate) fn waits_in_queue(&self) -> bool {
+        self.waits_in_queue
     }
 
     /// Like [`StorageProperties::shares_syncs`] of the storage that is written to.

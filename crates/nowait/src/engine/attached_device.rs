@@ -157,6 +157,7 @@ impl<M: BlockMap + ?Sized> AttachedDevice<M> {
 
     /// Begins or ends a back-off, in which no request takes the simple path.
     pub(crate) fn set_backing_off(&self, config: &Config, on: bool) {
+        let on = on || self.disk.waits_in_queue();
         self.is_backing_off.set(on);
         self.simple_path.set_on(&self.disk, config.simple && config.nowait_first && !on);
     }

@@ -26,6 +26,9 @@ use crate::types::error::{Error, Operation};
 use crate::types::io_cursor::ReadCursor;
 use crate::types::request::{ExtentStatus, Flags};
 
+/// statfs(2).
+const FUSE_SUPER_MAGIC: libc::c_long = 0x6573_5546;
+
 /// An open file or block device.
 pub struct FileStorage {
     /// The descriptor for transfers, if it is another one.
@@ -97,10 +100,12 @@ impl FileStorage {
             return Err(Error::new(libc::ENOMEDIUM, Operation::Open));
         }
         let read_only = options.read_only;
+        let waits_in_queue = is_on_fuse(direct.as_fd());
         let properties = StorageProperties {
             align,
             read_only,
-            nowait: probe_nowait(direct.as_fd(), align),
+            nowait: !waits_in_queue && probe_nowait(direct.as_fd(), align),
+            waits_in_queue,
             punch_hole: !read_only && (device || punches(&buffered, size)),
             device,
             zeroing_block: if device { logical_block(&buffered) } else { 1 },
@@ -149,6 +154,7 @@ impl FileStorage {
             align: Alignment::NONE,
             read_only: access == OFlags::RDONLY,
             nowait: false,
+            waits_in_queue: is_on_fuse(buffered.as_fd()),
             punch_hole: false,
             device,
             zeroing_block: if device { logical_block(&buffered) } else { 1 },
@@ -359,6 +365,12 @@ fn size_of(fd: impl AsFd, device: bool) -> Result<u64, Error> {
         0 => Ok(bytes),
         _ => Err(Error::from_io(&std::io::Error::last_os_error(), Operation::Status)),
     }
+}
+
+/// Whether the file is on FUSE, whose direct I/O takes `RWF_NOWAIT` and waits for the process that has the file system
+/// (fs/fuse/file.c), also within io_uring_enter(2).
+fn is_on_fuse(fd: BorrowedFd<'_>) -> bool {
+    rustix::fs::fstatfs(fd).is_ok_and(|found| found.f_type == FUSE_SUPER_MAGIC)
 }
 
 /// Whether one small read with `RWF_NOWAIT` is supported: served, or refused with `EAGAIN` only.

@@ -210,6 +210,9 @@ pub struct StorageProperties {
     pub read_only: bool,
     /// Whether transfers with `RWF_NOWAIT` are supported.
     pub nowait: bool,
+    /// Whether a transfer may keep the thread that submits it to a queue waiting, whatever its flags: each request goes
+    /// to a worker then.
+    pub waits_in_queue: bool,
     /// Whether storage can be deallocated, and zeros made without writing them.
     pub punch_hole: bool,
     /// Whether it is a block device, whose size may change, and not a file. If a device has no
@@ -232,6 +235,7 @@ impl StorageProperties {
             align,
             read_only: false,
             nowait: false,
+            waits_in_queue: false,
             punch_hole: false,
             device: false,
             zeroing_block: 1,
