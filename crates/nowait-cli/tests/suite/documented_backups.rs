@@ -19,6 +19,7 @@ stop() { [ -z "$server" ] || { kill "$server"; wait "$server"; server=; }; }
 trap stop EXIT
 serve() {
     stop
+    : >ready
     "$NOWAIT" serve "$@" >ready &
     server=$!
     until grep -q serving ready; do kill -0 "$server"; sleep 0.02; done
