@@ -12,7 +12,7 @@ use nowait::{BlockingFile, Direct, Flags};
 use nowait_image::bitmap_changes::{self, NewBitmap};
 use nowait_image::check::check;
 use nowait_image::create::{CreateOptions, create};
-use nowait_image::{Bitmap, Chain, ChainOptions, Format, Image, Locking, bitmaps_of};
+use nowait_image::{Bitmap, Chain, ChainOptions, Format, Image, Locking, StoredBits, bitmaps_of};
 
 use crate::split::seed_of;
 use crate::target::{Check, Target};
@@ -92,13 +92,14 @@ fn use_image(path: &Path, input: &[u8]) -> Result<(), String> {
     let Ok(image) = nowait_image::open(path, &options(true)) else { return Ok(()) };
     let all = image.bitmap_store().map(|it| it.bitmaps()).unwrap_or_default();
     let recording: Vec<Bitmap> = all.into_iter().filter(|it| it.auto && it.is_usable()).collect();
-    let written = write(&image, input);
+    let written = write(&image, seed_of(input));
     // Nothing is stored, as after a kill.
     drop(image);
-    compare(path, &recording, &written, "after a kill")?;
+    let stored = || bitmaps_of(open(path, false)?.top()).map_err(|error| error.to_string());
+    compare(&stored()?, &recording, &written, "after a kill")?;
     if let Ok(image) = nowait_image::open(path, &options(true)) {
         let _ = image.close();
-        compare(path, &recording, &written, "at the end")?;
+        compare(&stored()?, &recording, &written, "at the end")?;
     }
     match was_sound && !is_sound(path) {
         true => Err("the image is corrupt after its use".to_owned()),
@@ -112,8 +113,8 @@ fn is_sound(path: &Path) -> bool {
 }
 
 /// Writes here and there. Returns where that has succeeded.
-fn write(image: &Image, input: &[u8]) -> Vec<u64> {
-    let mut random = Random::new(seed_of(input));
+pub(super) fn write(image: &Image, seed: u64) -> Vec<u64> {
+    let mut random = Random::new(seed);
     let file = BlockingFile::new(image.device());
     let size = image.size();
     let mut written = Vec::new();
@@ -127,12 +128,15 @@ fn write(image: &Image, input: &[u8]) -> Vec<u64> {
     written
 }
 
-/// Checks that each of `recording` is there, and has what was written.
-fn compare(path: &Path, recording: &[Bitmap], written: &[u64], when: &str) -> Result<(), String> {
-    let chain = open(path, false)?;
-    let found = bitmaps_of(chain.top()).map_err(|error| error.to_string())?;
+/// Checks that each of `recording` is in `stored`, and has what was written.
+pub(super) fn compare(
+    stored: &[(Bitmap, Option<StoredBits>)],
+    recording: &[Bitmap],
+    written: &[u64],
+    when: &str,
+) -> Result<(), String> {
     for bitmap in recording {
-        let named = found.iter().find(|(it, _)| it.name == bitmap.name);
+        let named = stored.iter().find(|(it, _)| it.name == bitmap.name);
         let Some((_, Some(bits))) = named else {
             return Err(format!("{when}, bitmap {:?} is lost", bitmap.name));
         };

@@ -5,20 +5,17 @@
 //! granule that was written to, also after another start and an end in order; the disk keeps its size.
 
 use std::fs;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use nowait::sim::Random;
-use nowait::{BlockingFile, Direct, Flags};
+use nowait::Direct;
 use nowait_image::bitmap_changes::NewBitmap;
 use nowait_image::{Bitmap, ChainOptions, Format, Image, Locking, Warning};
 
 use crate::split::seed_of;
 use crate::target::{Check, Target};
+use crate::targets::bitmaps::{compare, write};
 use crate::targets::image::scratch;
 
-/// Writes to the disk.
-const WRITES: u32 = 6;
 /// Bytes of the disk.
 const DISK_BYTES: u64 = 2 << 20;
 const SECTOR: usize = 512;
@@ -192,42 +189,14 @@ fn use_file(disk: &Disk, file: &[u8], seed: u64) -> Result<(), String> {
 fn write_and_compare(disk: &Disk, image: Image, seed: u64) -> Result<(), String> {
     let all = image.bitmap_store().map(|it| it.bitmaps()).unwrap_or_default();
     let recording: Vec<Bitmap> = all.into_iter().filter(|it| it.auto && it.is_usable()).collect();
-    let mut random = Random::new(seed);
-    let file = BlockingFile::new(image.device());
-    let mut written = Vec::new();
-    for _ in 0..WRITES {
-        let pos = random.below(DISK_BYTES / 512) * 512;
-        if file.write_at(&[7; 512], pos, Flags::NONE).is_ok() {
-            written.push(pos);
-        }
-    }
+    let written = write(&image, seed);
     // Nothing is stored, as after a kill.
-    drop((file, image));
-    compare(disk, &recording, &written, "after a kill")?;
+    drop(image);
+    let stored = || disk.open(false)?.stored_bitmaps().map_err(|error| error.to_string());
+    compare(&stored()?, &recording, &written, "after a kill")?;
     if let Ok(image) = disk.open(true) {
         let _ = image.close();
-        compare(disk, &recording, &written, "at the end")?;
-    }
-    Ok(())
-}
-
-/// Checks that each of `recording` is there, and has what was written.
-fn compare(disk: &Disk, recording: &[Bitmap], written: &[u64], when: &str) -> Result<(), String> {
-    let image = disk.open(false)?;
-    let found = image.stored_bitmaps().map_err(|error| error.to_string())?;
-    for bitmap in recording {
-        let named = found.iter().find(|(it, _)| it.name == bitmap.name);
-        let Some((_, Some(bits))) = named else {
-            return Err(format!("{when}, bitmap {:?} is lost", bitmap.name));
-        };
-        let mut all = Vec::new();
-        bits.clone().read_to_end(&mut all).map_err(|error| format!("{when}: {error}"))?;
-        for pos in written {
-            let granule = (pos / bitmap.granularity) as usize;
-            if all.get(granule / 8).is_none_or(|byte| byte & 1 << (granule % 8) == 0) {
-                return Err(format!("{when}, byte {pos} is clean in {:?}", bitmap.name));
-            }
-        }
+        compare(&stored()?, &recording, &written, "at the end")?;
     }
     Ok(())
 }
