@@ -16,8 +16,10 @@ mod store_counters;
 mod fault_log;
 mod policy;
 mod credential_output;
+mod stored_object;
 #[cfg(feature = "object-stores")]
 mod object;
+
 mod nbd;
 mod rbd_options;
 #[cfg(feature = "ceph")]

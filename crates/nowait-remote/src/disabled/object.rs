@@ -9,6 +9,7 @@ use std::time::Duration;
 use crate::credential_output::{CredentialOutput, RunCredentialProcess};
 use crate::disabled::disabled_kind::{DisabledKind, DisabledLocation, DisabledStorage};
 use crate::store_counters::{MemoryCounts, StoreCounters};
+use crate::stored_object;
 
 /// The smallest size of a cache in bytes.
 pub const MIN_CACHE_BYTES: u64 = 64 << 20;
@@ -212,26 +213,9 @@ impl AsFd for ObjectUpload {
 pub struct FoundVersion(Infallible);
 
 /// An object that was read.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StoredObject {
-    /// All of it.
-    pub bytes: Vec<u8>,
-    /// Its version.
-    pub version: FoundVersion,
-    /// The second since 1970 in which it was put.
-    pub seconds: i64,
-}
-
+pub type StoredObject = stored_object::StoredObject<FoundVersion>;
 /// The condition on which an object is put.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Condition {
-    /// None.
-    Always,
-    /// There is no such object.
-    Absent,
-    /// There is this version of it.
-    Same(FoundVersion),
-}
+pub type Condition = stored_object::Condition<FoundVersion>;
 
 /// A folder of objects.
 pub struct ObjectFolder(Infallible);

@@ -17,6 +17,7 @@ use crate::object::object_upload::{ObjectUpload, UploadOptions};
 use crate::object::object_url::ObjectUrl;
 use crate::object::store::{Object, Timeouts};
 use crate::object::upload_client::UploadConnector;
+use crate::stored_object;
 
 /// The most objects of a folder, those in folders below included.
 /// Beyond it: the folder is refused.
@@ -36,26 +37,9 @@ const RESOLVER_THREADS: usize = 4;
 pub struct FoundVersion(UpdateVersion);
 
 /// An object that was read.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StoredObject {
-    /// All of it.
-    pub bytes: Vec<u8>,
-    /// Its version.
-    pub version: FoundVersion,
-    /// The second since 1970 in which it was put, by the clock of the store; 0 if that is unknown.
-    pub seconds: i64,
-}
-
-/// The condition on which an object is put. A store that knows no conditions is asked before.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Condition {
-    /// None.
-    Always,
-    /// There is no such object.
-    Absent,
-    /// There is this version of it.
-    Same(FoundVersion),
-}
+pub type StoredObject = stored_object::StoredObject<FoundVersion>;
+/// The condition on which an object is put.
+pub type Condition = stored_object::Condition<FoundVersion>;
 
 /// A folder of objects. Its calls wait, one after the other.
 pub struct ObjectFolder {
