@@ -74,28 +74,27 @@ impl HttpServer {
 }
 
 /// A server's control socket.
-pub struct Client(Infallible);
+pub(crate) struct ClientTransport(Infallible);
 
-impl Client {
+impl ClientTransport {
     /// Makes no client.
     ///
     /// # Errors
     /// Always: [`DISABLED`].
-    pub fn new(_: &Path) -> io::Result<Self> {
+    pub(crate) fn new(_: &Path) -> io::Result<Self> {
         Err(io::Error::other(REFUSAL))
     }
 
-    /// Like [`Client::new`].
+    /// Like [`ClientTransport::new`].
     ///
     /// # Errors
     /// Always: [`DISABLED`].
-    pub fn tcp(_: &str, _: u16, _: Proof) -> io::Result<Self> {
+    pub(crate) fn tcp(_: &str, _: u16, _: Proof) -> io::Result<Self> {
         Err(io::Error::other(REFUSAL))
     }
 
     /// The path of the socket, or host and port.
-    #[must_use]
-    pub const fn place(&self) -> &Path {
+    pub(crate) const fn place(&self) -> &Path {
         match self.0 {}
     }
 

@@ -23,7 +23,7 @@ mod verb;
 mod http;
 #[cfg(not(feature = "http"))]
 mod disabled;
-mod client_calls;
+mod client;
 
 #[cfg(not(feature = "http"))]
 use disabled as http;
@@ -35,6 +35,7 @@ pub use api::{
 };
 pub use backup_api::{BackupInfo, EndBackup, StartBackup};
 pub use bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
+pub use client::Client;
 pub use client_error::ClientError;
 pub use controlled_server::{ControlError, ControlledServer};
 pub use counted_api::{
@@ -42,6 +43,6 @@ pub use counted_api::{
 };
 #[cfg(feature = "fuzz")]
 pub use http::fuzz;
-pub use http::{Client, DISABLED, HttpListener, HttpServer, Proof, Token};
+pub use http::{DISABLED, HttpListener, HttpServer, Proof, Token};
 pub use load::{Load, paths};
 pub use move_api::{MoveInfo, ReplicationInfo, StartMove, StartReplication};

@@ -298,8 +298,7 @@ fn check_names(
     }
 }
 
-/// A type's methods stand in its own file, in its folder (that of its file, below the root), or in a file whose name begins
-/// with that of the type.
+/// A type's methods stand in its own file, or in its folder: that of its file, below the root.
 fn check_impls(tree: &Tree, name: impl Fn(&Path) -> String, found: &mut Vec<String>) {
     let sources: Vec<_> = tree.files.iter().map(|(path, _)| (path, Source::read(path))).collect();
     let mut homes: HashMap<String, Vec<&Path>> = HashMap::new();
@@ -323,9 +322,7 @@ fn check_impls(tree: &Tree, name: impl Fn(&Path) -> String, found: &mut Vec<Stri
                     || path.starts_with(home.with_extension(""))
                     || folder != src && path.starts_with(folder)
             };
-            let stem = path.file_stem().unwrap().to_string_lossy().replace('_', "");
-            let has_its_name = stem.starts_with(&ty.to_lowercase());
-            if !has_its_name && !homes.iter().any(is_near) {
+            if !homes.iter().any(is_near) {
                 let line = line_of(&source.shipped, at);
                 found.push(format!("{}:{line}: methods of {ty} far from it", name(path)));
             }

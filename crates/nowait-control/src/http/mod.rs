@@ -14,11 +14,12 @@ mod page;
 mod routes;
 mod http_listener;
 mod http_server;
-mod client;
+mod client_transport;
 #[cfg(feature = "fuzz")]
 pub mod fuzz;
 
-pub use client::{Client, Proof};
+pub(crate) use client_transport::ClientTransport;
+pub use client_transport::Proof;
 pub use http_listener::HttpListener;
 pub use http_server::HttpServer;
 pub use token::Token;

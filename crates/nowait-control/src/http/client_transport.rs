@@ -1,4 +1,4 @@
-//! A client of the control interface, which blocks.
+//! Requests of a client to the control interface, which block.
 //!
 //! Invariant: a server that does not answer costs at most [`TIMEOUT`]; an answer is at most
 //! [`MAX_ANSWER_BYTES`] long.
@@ -46,7 +46,7 @@ pub enum Proof {
 }
 
 /// A server's control socket.
-pub struct Client {
+pub(crate) struct ClientTransport {
     place: Place,
     runtime: Runtime,
 }
@@ -57,20 +57,20 @@ enum Place {
     Tcp(String, u16, PathBuf, Proof),
 }
 
-impl Client {
+impl ClientTransport {
     /// A client of the server at `socket`. Nothing is sent yet.
     ///
     /// # Errors
     /// `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for it.
-    pub fn new(socket: &Path) -> io::Result<Self> {
+    pub(crate) fn new(socket: &Path) -> io::Result<Self> {
         Self::of(Place::Unix(socket.to_owned()))
     }
 
     /// A client of the server at `port` of `host`. Nothing is sent yet.
     ///
     /// # Errors
-    /// Like [`Client::new`].
-    pub fn tcp(host: &str, port: u16, proof: Proof) -> io::Result<Self> {
+    /// Like [`ClientTransport::new`].
+    pub(crate) fn tcp(host: &str, port: u16, proof: Proof) -> io::Result<Self> {
         let authority = match host.contains(':') {
             true => format!("[{host}]:{port}"),
             false => format!("{host}:{port}"),
@@ -84,8 +84,7 @@ impl Client {
     }
 
     /// The path of the socket, or host and port.
-    #[must_use]
-    pub fn place(&self) -> &Path {
+    pub(crate) fn place(&self) -> &Path {
         match &self.place {
             Place::Unix(path) | Place::Tcp(_, _, path, _) => path,
         }
@@ -105,10 +104,10 @@ impl Client {
         serde_json::from_slice(&answer).map_err(|error| ClientError::Answer(error.to_string()))
     }
 
-    /// Like [`Client::ask`], for requests whose answer says nothing more.
+    /// Like [`ClientTransport::ask`], for requests whose answer says nothing more.
     ///
     /// # Errors
-    /// Like [`Client::ask`].
+    /// Like [`ClientTransport::ask`].
     pub(crate) fn tell(
         &self,
         verb: Verb,

@@ -1,6 +1,9 @@
-//! Calls of a client, in every build: one without the interface has no client to call by.
+//! A client of a server, in every build: one without the interface has no transport to make one of.
 //!
-//! Invariant: names are parts of paths, which the client escapes.
+//! Invariant: names are parts of paths, which the transport escapes.
+
+use std::io;
+use std::path::Path;
 
 use nowait_server::BackupEnd;
 
@@ -12,20 +15,45 @@ use crate::backup_api::{BackupInfo, EndBackup, StartBackup};
 use crate::bitmap_api::{AddBitmap, BitmapInfo, MergeBitmaps, PatchBitmap};
 use crate::client_error::ClientError;
 use crate::counted_api::{ExportInfo, ServerInfo};
-use crate::http::Client;
+use crate::http::{ClientTransport, Proof};
 use crate::move_api::{MoveInfo, ReplicationInfo, StartMove, StartReplication};
 use crate::verb::Verb;
 
 /// The body of a request without one.
 const NOTHING: Option<&()> = None;
 
+/// A client of a server's control interface. Its calls wait for the answer.
+pub struct Client(ClientTransport);
+
 impl Client {
+    /// A client of the server at `socket`. Nothing is sent yet.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for it. Always, in a build without the interface.
+    pub fn new(socket: &Path) -> io::Result<Self> {
+        ClientTransport::new(socket).map(Self)
+    }
+
+    /// A client of the server at `port` of `host`. Nothing is sent yet.
+    ///
+    /// # Errors
+    /// Like [`Client::new`].
+    pub fn tcp(host: &str, port: u16, proof: Proof) -> io::Result<Self> {
+        ClientTransport::tcp(host, port, proof).map(Self)
+    }
+
+    /// The path of the socket, or host and port.
+    #[must_use]
+    pub fn place(&self) -> &Path {
+        self.0.place()
+    }
+
     /// The server.
     ///
     /// # Errors
     /// Any [`ClientError`], as of all methods here.
     pub fn server(&self) -> Result<ServerInfo, ClientError> {
-        self.ask(Verb::Get, &["server"], NOTHING)
+        self.0.ask(Verb::Get, &["server"], NOTHING)
     }
 
     /// Its exports, the default first.
@@ -33,7 +61,7 @@ impl Client {
     /// # Errors
     /// Like [`Client::server`].
     pub fn exports(&self) -> Result<Vec<ExportInfo>, ClientError> {
-        self.ask(Verb::Get, &["exports"], NOTHING)
+        self.0.ask(Verb::Get, &["exports"], NOTHING)
     }
 
     /// Its connections, the oldest first.
@@ -41,7 +69,7 @@ impl Client {
     /// # Errors
     /// Like [`Client::server`].
     pub fn connections(&self) -> Result<Vec<ConnectionInfo>, ClientError> {
-        self.ask(Verb::Get, &["connections"], NOTHING)
+        self.0.ask(Verb::Get, &["connections"], NOTHING)
     }
 
     /// Adds an export.
@@ -49,7 +77,7 @@ impl Client {
     /// # Errors
     /// Like [`Client::server`].
     pub fn add(&self, export: &AddExport) -> Result<ExportInfo, ClientError> {
-        self.ask(Verb::Post, &["exports"], Some(export))
+        self.0.ask(Verb::Post, &["exports"], Some(export))
     }
 
     /// Removes the export called `name`, or number N for `@N`; with `hard` also while clients use it.
@@ -58,7 +86,7 @@ impl Client {
     /// Like [`Client::server`].
     pub fn remove(&self, name: &str, hard: bool) -> Result<(), ClientError> {
         let query = if hard { "?mode=hard" } else { "?mode=safe" };
-        self.tell(Verb::Delete(query), &["exports", name], NOTHING)
+        self.0.tell(Verb::Delete(query), &["exports", name], NOTHING)
     }
 
     /// Changes an export.
@@ -66,7 +94,7 @@ impl Client {
     /// # Errors
     /// Like [`Client::server`].
     pub fn change(&self, name: &str, change: &PatchExport) -> Result<ExportInfo, ClientError> {
-        self.ask(Verb::Patch, &["exports", name], Some(change))
+        self.0.ask(Verb::Patch, &["exports", name], Some(change))
     }
 
     /// Makes the completed writes of an export durable.
@@ -74,7 +102,7 @@ impl Client {
     /// # Errors
     /// Like [`Client::server`].
     pub fn flush(&self, name: &str) -> Result<(), ClientError> {
-        self.tell(Verb::Post, &["exports", name, "flush"], NOTHING)
+        self.0.tell(Verb::Post, &["exports", name, "flush"], NOTHING)
     }
 
     /// Makes an overlay for what is written to an export from then on.
@@ -86,7 +114,7 @@ impl Client {
         name: &str,
         snapshot: &SnapshotRequest,
     ) -> Result<SnapshotReport, ClientError> {
-        self.ask(Verb::Post, &["exports", name, "snapshot"], Some(snapshot))
+        self.0.ask(Verb::Post, &["exports", name, "snapshot"], Some(snapshot))
     }
 
     /// The dirty bitmaps of an export.
@@ -94,7 +122,7 @@ impl Client {
     /// # Errors
     /// Like [`Client::server`].
     pub fn bitmaps(&self, name: &str) -> Result<Vec<BitmapInfo>, ClientError> {
-        self.ask(Verb::Get, &["exports", name, "bitmaps"], NOTHING)
+        self.0.ask(Verb::Get, &["exports", name, "bitmaps"], NOTHING)
     }
 
     /// Adds a bitmap to an export.
@@ -102,7 +130,7 @@ impl Client {
     /// # Errors
     /// Like [`Client::server`].
     pub fn add_bitmap(&self, name: &str, bitmap: &AddBitmap) -> Result<BitmapInfo, ClientError> {
-        self.ask(Verb::Post, &["exports", name, "bitmaps"], Some(bitmap))
+        self.0.ask(Verb::Post, &["exports", name, "bitmaps"], Some(bitmap))
     }
 
     /// Removes a bitmap of an export.
@@ -110,7 +138,7 @@ impl Client {
     /// # Errors
     /// Like [`Client::server`].
     pub fn remove_bitmap(&self, name: &str, bitmap: &str) -> Result<(), ClientError> {
-        self.tell(Verb::Delete(""), &["exports", name, "bitmaps", bitmap], NOTHING)
+        self.0.tell(Verb::Delete(""), &["exports", name, "bitmaps", bitmap], NOTHING)
     }
 
     /// Marks all of a bitmap of an export as clean.
@@ -118,7 +146,7 @@ impl Client {
     /// # Errors
     /// Like [`Client::server`].
     pub fn clear_bitmap(&self, name: &str, bitmap: &str) -> Result<(), ClientError> {
-        self.tell(Verb::Post, &["exports", name, "bitmaps", bitmap, "clear"], NOTHING)
+        self.0.tell(Verb::Post, &["exports", name, "bitmaps", bitmap, "clear"], NOTHING)
     }
 
     /// Changes a bitmap of an export.
@@ -131,7 +159,7 @@ impl Client {
         bitmap: &str,
         change: &PatchBitmap,
     ) -> Result<BitmapInfo, ClientError> {
-        self.ask(Verb::Patch, &["exports", name, "bitmaps", bitmap], Some(change))
+        self.0.ask(Verb::Patch, &["exports", name, "bitmaps", bitmap], Some(change))
     }
 
     /// Merges bitmaps of an export into one of them.
@@ -144,7 +172,7 @@ impl Client {
         bitmap: &str,
         merge: &MergeBitmaps,
     ) -> Result<BitmapInfo, ClientError> {
-        self.ask(Verb::Post, &["exports", name, "bitmaps", bitmap, "merge"], Some(merge))
+        self.0.ask(Verb::Post, &["exports", name, "bitmaps", bitmap, "merge"], Some(merge))
     }
 
     /// Begins to move the disk of an export to another place.
@@ -152,7 +180,7 @@ impl Client {
     /// # Errors
     /// Like [`Client::server`].
     pub fn start_move(&self, name: &str, start: &StartMove) -> Result<MoveInfo, ClientError> {
-        self.ask(Verb::Post, &["exports", name, "move"], Some(start))
+        self.0.ask(Verb::Post, &["exports", name, "move"], Some(start))
     }
 
     /// The move of the disk of an export, or the last one that has ended.
@@ -160,7 +188,7 @@ impl Client {
     /// # Errors
     /// Like [`Client::server`].
     pub fn disk_move(&self, name: &str) -> Result<MoveInfo, ClientError> {
-        self.ask(Verb::Get, &["exports", name, "move"], NOTHING)
+        self.0.ask(Verb::Get, &["exports", name, "move"], NOTHING)
     }
 
     /// Ends the move of the disk of an export, which stays where it is.
@@ -168,7 +196,7 @@ impl Client {
     /// # Errors
     /// Like [`Client::server`].
     pub fn cancel_move(&self, name: &str) -> Result<MoveInfo, ClientError> {
-        self.ask(Verb::Delete(""), &["exports", name, "move"], NOTHING)
+        self.0.ask(Verb::Delete(""), &["exports", name, "move"], NOTHING)
     }
 
     /// Begins to replicate the disk of an export to an export of another server.
@@ -180,7 +208,7 @@ impl Client {
         name: &str,
         start: &StartReplication,
     ) -> Result<ReplicationInfo, ClientError> {
-        self.ask(Verb::Post, &["exports", name, "replicate"], Some(start))
+        self.0.ask(Verb::Post, &["exports", name, "replicate"], Some(start))
     }
 
     /// The replication of the disk of an export, or the last one that has ended.
@@ -188,7 +216,7 @@ impl Client {
     /// # Errors
     /// Like [`Client::server`].
     pub fn replication(&self, name: &str) -> Result<ReplicationInfo, ClientError> {
-        self.ask(Verb::Get, &["exports", name, "replicate"], NOTHING)
+        self.0.ask(Verb::Get, &["exports", name, "replicate"], NOTHING)
     }
 
     /// Ends the replication of the disk of an export.
@@ -196,7 +224,7 @@ impl Client {
     /// # Errors
     /// Like [`Client::server`].
     pub fn stop_replication(&self, name: &str) -> Result<ReplicationInfo, ClientError> {
-        self.ask(Verb::Delete(""), &["exports", name, "replicate"], NOTHING)
+        self.0.ask(Verb::Delete(""), &["exports", name, "replicate"], NOTHING)
     }
 
     /// Begins backups of an export and of those with it.
@@ -208,7 +236,7 @@ impl Client {
         name: &str,
         backup: &StartBackup,
     ) -> Result<Vec<BackupInfo>, ClientError> {
-        self.ask(Verb::Post, &["exports", name, "backup"], Some(backup))
+        self.0.ask(Verb::Post, &["exports", name, "backup"], Some(backup))
     }
 
     /// Ends the backups of an export and of those with it.
@@ -222,7 +250,7 @@ impl Client {
         end: BackupEnd,
     ) -> Result<(), ClientError> {
         let word = if end == BackupEnd::Commit { "commit" } else { "abort" };
-        self.tell(Verb::Post, &["exports", name, "backup", word], Some(others))
+        self.0.tell(Verb::Post, &["exports", name, "backup", word], Some(others))
     }
 
     /// Closes a connection.
@@ -230,7 +258,7 @@ impl Client {
     /// # Errors
     /// Like [`Client::server`].
     pub fn disconnect(&self, id: u64) -> Result<(), ClientError> {
-        self.tell(Verb::Delete(""), &["connections", &id.to_string()], NOTHING)
+        self.0.tell(Verb::Delete(""), &["connections", &id.to_string()], NOTHING)
     }
 
     /// Has a new program take over.
@@ -238,6 +266,6 @@ impl Client {
     /// # Errors
     /// Like [`Client::server`].
     pub fn upgrade(&self, upgrade: &UpgradeRequest) -> Result<UpgradeReport, ClientError> {
-        self.ask(Verb::Post, &["upgrade"], Some(upgrade))
+        self.0.ask(Verb::Post, &["upgrade"], Some(upgrade))
     }
 }
