@@ -46,4 +46,4 @@ pub use verify::{Damage, PointHealth, verify};
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
-mod interrupted_tests;
+mod interrupted_backup_tests;

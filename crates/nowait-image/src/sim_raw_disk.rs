@@ -16,7 +16,7 @@ use crate::image_file::{ImageFile, Opening};
 use crate::open_bitmaps::RawBitmaps;
 use crate::qcow2_disk::bitmap_store::BitmapStore;
 use crate::raw_bitmaps::BitmapsPlace;
-use crate::raw_bitmaps::bitmaps_home::{BitmapsHome, Fill};
+use crate::raw_bitmaps::bitmaps_file_system::{BitmapsFileSystem, Fill};
 use crate::raw_bitmaps::disk_record::RawDisk;
 use crate::warning::Warning;
 
@@ -33,7 +33,7 @@ impl fmt::Debug for SimFile {
     }
 }
 
-impl BitmapsHome for SimFile {
+impl BitmapsFileSystem for SimFile {
     fn is_there(&self, _: &Path) -> bool {
         self.device.bytes() > 0
     }
@@ -66,12 +66,12 @@ impl SimRawDisk {
     #[must_use]
     pub fn new(disk: &Arc<SimDevice>, bitmaps: &Arc<SimDevice>) -> Self {
         let file = Arc::new(ImageFile::simulated(disk, 0));
-        let home = SimFile { device: bitmaps.clone(), power_cuts: bitmaps.power_cuts() };
+        let file_system = SimFile { device: bitmaps.clone(), power_cuts: bitmaps.power_cuts() };
         let place = BitmapsPlace {
             path: "bitmaps".into(),
             disk_path: "disk".into(),
             disk: RawDisk::simulated(file),
-            home: Arc::new(home),
+            file_system: Arc::new(file_system),
         };
         Self { disk: disk.clone(), place }
     }

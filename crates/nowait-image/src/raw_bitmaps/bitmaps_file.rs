@@ -106,7 +106,7 @@ impl BitmapsPlace {
     /// A refusal of any other file; the errno of a failed system call.
     pub(crate) fn open(&self, opening: Opening) -> Result<(Arc<ImageFile>, Header), ImageError> {
         let refused = |why: &str| Err(ImageError::refused(&self.path, why));
-        let file = self.home.open(&self.path, opening)?;
+        let file = self.file_system.open(&self.path, opening)?;
         if file.is_block_device() {
             return refused("it is a block device, and no file with bitmaps");
         }
@@ -174,7 +174,7 @@ impl BitmapsPlace {
         let header = Header::empty(size, bits);
         let header = header.with_raw_data_file(self.disk_path.clone().into_os_string());
         let mut new = Some((Header { disk_state: Some(record.bytes()), ..header }, fill));
-        self.home.write(&self.path, replaces, &mut |file| {
+        self.file_system.write(&self.path, replaces, &mut |file| {
             let Some((header, fill)) = new.take() else { return Ok(()) };
             let written = write_over_data_file(file, header);
             let written = written.map_err(|why| ImageError::refused(&self.path, why))?;

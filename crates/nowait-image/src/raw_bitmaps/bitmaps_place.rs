@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use crate::error::ImageError;
 use crate::image_file::{FileId, ImageFile};
-use crate::raw_bitmaps::bitmaps_home::{BitmapsHome, NamedFile};
+use crate::raw_bitmaps::bitmaps_file_system::{BitmapsFileSystem, HostFileSystem};
 use crate::raw_bitmaps::disk_record::{RawDisk, passing_name, stable_names};
 
 /// The end of the file's name, behind that of the image.
@@ -31,7 +31,7 @@ pub struct BitmapsPlace {
     pub(crate) disk_path: PathBuf,
     pub(crate) disk: RawDisk,
     /// How the file is reached.
-    pub(crate) home: Arc<dyn BitmapsHome>,
+    pub(crate) file_system: Arc<dyn BitmapsFileSystem>,
 }
 
 impl BitmapsPlace {
@@ -54,8 +54,8 @@ impl BitmapsPlace {
         let disk = disk.map_err(|error| ImageError::os(file.path(), "look at it", &error))?;
         let mut beside = disk_path.clone().into_os_string();
         beside.push(SUFFIX);
-        let home = home();
-        let beside = Self { path: beside.into(), disk_path, disk, home };
+        let file_system = file_system();
+        let beside = Self { path: beside.into(), disk_path, disk, file_system };
         match directory {
             Some(directory) if !beside.is_there() => {
                 let path = place_in(directory, &beside.disk_path, file.path())?;
@@ -70,7 +70,7 @@ impl BitmapsPlace {
         for disk_path in stable_names(file) {
             let path = place_in(directory, &disk_path, file.path())?;
             let disk = RawDisk::of_device(file, &disk_path.to_string_lossy());
-            let place = Self { path, disk_path, disk, home: home() };
+            let place = Self { path, disk_path, disk, file_system: file_system() };
             if place.is_there() {
                 return Ok(Some(place));
             }
@@ -84,7 +84,7 @@ impl BitmapsPlace {
         };
         let path = place_in(directory, &disk_path, file.path())?;
         let disk = RawDisk::of_device(file, &name);
-        Ok(Some(Self { path, disk_path, disk, home: home() }))
+        Ok(Some(Self { path, disk_path, disk, file_system: file_system() }))
     }
 
     /// The file with the bitmaps.
@@ -96,12 +96,12 @@ impl BitmapsPlace {
     /// Whether there is something of that name.
     #[must_use]
     pub fn is_there(&self) -> bool {
-        self.home.is_there(&self.path)
+        self.file_system.is_there(&self.path)
     }
 }
 
-fn home() -> Arc<dyn BitmapsHome> {
-    Arc::new(NamedFile)
+fn file_system() -> Arc<dyn BitmapsFileSystem> {
+    Arc::new(HostFileSystem)
 }
 
 /// The absolute path of `file`, without symbolic links; `None` if it has no name any more.

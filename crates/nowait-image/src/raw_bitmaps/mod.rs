@@ -4,7 +4,7 @@
 //! that may lack a change of the disk are never used as they are: all of each is dirty.
 
 pub(crate) mod disk_record;
-pub(crate) mod bitmaps_home;
+pub(crate) mod bitmaps_file_system;
 pub(crate) mod bitmaps_place;
 pub(crate) mod bitmaps_file;
 

@@ -1,4 +1,4 @@
-//! How the file with the bitmaps of a raw disk is reached: by its name, or in a simulation.
+//! The file system with the bitmaps of a raw disk: that of the host, or a simulated one.
 //!
 //! Invariant: under its name there is a whole file or none, and no link is followed.
 
@@ -16,8 +16,8 @@ use crate::image_file::{ImageFile, Opening};
 /// Writes a new file.
 pub(crate) type Fill<'a> = &'a mut dyn FnMut(&ImageFile) -> Result<(), ImageError>;
 
-/// Where the file called `path` is.
-pub(crate) trait BitmapsHome: Debug + Send + Sync {
+/// A file system that has the file at `path`.
+pub(crate) trait BitmapsFileSystem: Debug + Send + Sync {
     /// Whether there is something of that name.
     fn is_there(&self, path: &Path) -> bool;
 
@@ -34,11 +34,11 @@ pub(crate) trait BitmapsHome: Debug + Send + Sync {
     fn write(&self, path: &Path, replaces: bool, fill: Fill<'_>) -> Result<(), ImageError>;
 }
 
-/// A file of the file system.
+/// The file systems of the host.
 #[derive(Debug)]
-pub(crate) struct NamedFile;
+pub(crate) struct HostFileSystem;
 
-impl BitmapsHome for NamedFile {
+impl BitmapsFileSystem for HostFileSystem {
     fn is_there(&self, path: &Path) -> bool {
         path.symlink_metadata().is_ok()
     }
