@@ -2,7 +2,7 @@
 //!
 //! Invariant: in every test a well-behaved connection works during and after the load.
 
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, Write};
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -15,6 +15,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::common::{KIB, MIB, Scratch, Server, require_tool};
+use nowait_testkit::nbd::load::{rest_of, write_and_read_back};
 use nowait_testkit::nbd::{Client, Command, Mode, RawRequest, greet, send_option};
 use nowait_testkit::{BOUND, Random, wait_for};
 
@@ -46,21 +47,7 @@ impl Fixture {
 
     /// The bystander writes and reads back, in requests of each of `sizes`.
     fn bystander_works(&mut self, sizes: &[u64]) {
-        for (n, &size) in (0..).zip(sizes) {
-            let data = Random::from_seed(n).bytes(size as usize);
-            self.bystander.write(0, &data).expect("the bystander's write");
-            let read = self.bystander.read(0, size as u32).expect("the bystander's read");
-            assert!(read == data, "the bystander reads something else than it wrote");
-        }
-    }
-}
-
-/// Reads to the end of the connection. Fails the test if it does not end.
-fn rest_of(stream: &mut UnixStream) -> Vec<u8> {
-    let mut rest = Vec::new();
-    match stream.read_to_end(&mut rest) {
-        Err(error) if error.kind() != ErrorKind::ConnectionReset => panic!("no end: {error}"),
-        _ => rest,
+        write_and_read_back(&mut self.bystander, sizes);
     }
 }
 
