@@ -86,8 +86,8 @@ const SWITCHES: [Switch; 6] = [
         names: ["allocator", "pool"],
         set: |config, on| config.pool = on,
         unit: Unit::Iops,
-        note: "4K random reads, depth 128. another thread: each completion is handed to a worker thread, from where \
-            the slot comes home. Source: 562K → 574K; freed on another CPU 648K and 647K",
+        note: "4K random reads, depth 128. another thread: each completion is handed to a worker thread, which \
+            returns the slot. Source: 562K → 574K; freed on another CPU 648K and 647K",
         cases: pool,
     },
     Switch {
