@@ -201,6 +201,7 @@ mod tests {
         let signal = libc::SIGRTMAX();
         let previous = handle(signal).unwrap();
         let (tell, number) = std::sync::mpsc::channel();
+        let (answered, until_answered) = std::sync::mpsc::channel::<()>();
         let blocking = thread::spawn(move || {
             change_mask(libc::SIG_BLOCK, signal);
             tell.send(gettid().as_raw_nonzero().get()).unwrap();
@@ -213,9 +214,12 @@ mod tests {
                 thread::sleep(RETRY);
             }
             change_mask(libc::SIG_UNBLOCK, signal);
+            // A thread that has ended needs no answer.
+            let _ = until_answered.recv();
         });
         // It takes the signal and cannot restrict itself: there is no ruleset.
         let answer = ask(number.recv().unwrap(), signal);
+        drop(answered);
         blocking.join().unwrap();
         assert!(answer.is_err_and(|why| why.contains("Bad file descriptor")));
         // SAFETY: the action is the one that was in force before.
