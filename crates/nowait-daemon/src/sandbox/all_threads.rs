@@ -214,7 +214,7 @@ mod tests {
                 thread::sleep(RETRY);
             }
             change_mask(libc::SIG_UNBLOCK, signal);
-            // A thread that has ended needs no answer.
+            // A thread that has exited needs no answer.
             let _ = until_answered.recv();
         });
         // It takes the signal and cannot restrict itself: there is no ruleset.
