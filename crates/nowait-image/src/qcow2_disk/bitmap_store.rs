@@ -12,6 +12,7 @@ use nowait::{ByteRange, Error, IoBuffer, Operation, ReadCursor, Storage, WriteCu
 
 use crate::error::ImageError;
 use crate::formats::qcow2::bitmap_editor::edit;
+use crate::formats::qcow2::bitmap_slot::settle_bitmaps;
 use crate::formats::qcow2::bitmaps::{Bitmap, Entry, FLAG_AUTO, FLAG_IN_USE, FLAGS_AT};
 use crate::formats::qcow2::header::Header;
 use crate::formats::qcow2::lookup::read_table;
@@ -96,6 +97,7 @@ pub struct BitmapStore {
 /// # Errors
 /// A refusal of damaged bitmaps; those of the file.
 pub(crate) fn prepare(file: &ImageFile, header: &Header) -> Result<Header, ImageError> {
+    settle_bitmaps(file, header)?;
     if header.bitmaps.is_none() {
         return Ok(header.clone());
     }

@@ -1,4 +1,4 @@
-//! A raw disk with a bitmap that is written to, closed, killed and cut off, to which steps are applied.
+//! A disk with a bitmap that is written to, closed, killed and cut off, to which steps are applied.
 //!
 //! Invariant: whenever the disk is opened, each granule that is not as it was when the bitmap began is dirty, and after an
 //! end in order no other bit is set than those of then. The bitmap is never lost.
@@ -14,10 +14,11 @@ use nowait::{
     SimStorage, SingleDisk, WorkerPool,
 };
 use nowait_image::bitmap_changes::NewBitmap;
-use nowait_image::{BitmapBits, SimRawDisk, SimRawImage};
+use nowait_image::{BitmapBits, SimRawDisk};
 
 use crate::coroutines::Coroutines;
 use crate::model::Violation;
+use crate::raw_bitmaps::bitmaps_disk::{BitmapsDisk, OpenDisk};
 use crate::raw_bitmaps::bitmaps_scenario::{BitmapsAction, BitmapsScenario, End};
 use crate::raw_bitmaps::recorded_bits::{RecordedBits, is_set};
 use crate::simulation::Counts;
@@ -36,13 +37,17 @@ type Job = Box<dyn FnOnce() -> Result<(), String>>;
 struct Known {
     /// The disk when the bitmap began to record, unless it is removed.
     base: Option<Vec<u8>>,
+    /// Whether it records no more.
+    is_disabled: bool,
+    /// The granules that had changed when it last ceased to record.
+    changed: Vec<u64>,
     /// The bits on storage, where nothing but these is right.
     exact: Option<Vec<u8>>,
 }
 
 /// A process that has the disk open.
 struct Running {
-    image: SimRawImage,
+    image: OpenDisk,
     engine: Engine,
     bits: Option<Arc<RecordedBits>>,
 }
@@ -75,7 +80,7 @@ impl BitmapsSimulation {
     /// The devices could not be opened.
     pub fn new(scenario: BitmapsScenario) -> Result<Self, Violation> {
         let mut simulation = Self {
-            disk: Arc::new(SimDevice::new(scenario.disk)),
+            disk: BitmapsDisk::device(scenario.disk, scenario.qcow2).map_err(wrong)?,
             file: Arc::new(SimDevice::new(scenario.file)),
             running: None,
             threads: Coroutines::new(scenario.workers),
@@ -96,34 +101,43 @@ impl BitmapsSimulation {
     }
 
     /// The disk as one process sees it.
-    fn process(&self) -> SimRawDisk {
-        SimRawDisk::new(&self.disk, &self.file)
+    fn process(&self) -> BitmapsDisk {
+        match self.scenario.qcow2 {
+            Some(_) => BitmapsDisk::Qcow2(self.disk.clone()),
+            None => BitmapsDisk::Raw(Box::new(SimRawDisk::new(&self.disk, &self.file))),
+        }
     }
 
-    fn content(&self) -> Vec<u8> {
-        let mut bytes = vec![0; self.scenario.disk.bytes as usize];
-        self.disk.peek(0, 0, &mut bytes);
-        bytes
+    /// The content of the disk, which is not open, or not in an image.
+    fn content(&self) -> Result<Vec<u8>, Violation> {
+        self.without_faults();
+        let BitmapsScenario { disk, qcow2, .. } = &self.scenario;
+        BitmapsDisk::content(&self.disk, disk.bytes, qcow2.is_some()).map_err(wrong)
+    }
+
+    fn without_faults(&self) {
+        for device in [&self.disk, &self.file] {
+            device.set_faults(Faults::default());
+        }
     }
 
     /// Adds the bitmap, without faults.
     fn add(&mut self) -> Result<(), Violation> {
         let granularity = self.scenario.granularity;
         let new = NewBitmap { name: NAME.into(), granularity, enabled: true };
-        self.process().place().add(&new).map_err(wrong)?;
-        self.known = Known { base: Some(self.content()), exact: None };
+        self.process().add(&new).map_err(wrong)?;
+        self.known = Known { base: Some(self.content()?), ..Known::default() };
         Ok(())
     }
 
     /// Opens the disk, and checks the bitmap.
     fn open(&mut self) -> Result<(), Violation> {
-        for device in [&self.disk, &self.file] {
-            device.set_faults(Faults::default());
-        }
+        self.without_faults();
+        let content = self.content()?;
         let options = OpenOptions::new().cache_holes(self.scenario.cache_holes);
         let image = self.process().open(options).map_err(wrong)?;
         let bits = self.stored_bits(&image)?.map(Arc::new);
-        self.check(bits.as_deref())?;
+        self.check(bits.as_deref(), &content)?;
         if let (Some(bits), Some(store)) = (&bits, image.store()) {
             let bits: Arc<dyn BitmapBits> = bits.clone();
             store.attach(NAME, &bits);
@@ -146,17 +160,26 @@ impl BitmapsSimulation {
     }
 
     /// The bits of the bitmap of `image`, if it is there.
-    fn stored_bits(&self, image: &SimRawImage) -> Result<Option<RecordedBits>, Violation> {
+    fn stored_bits(&self, image: &OpenDisk) -> Result<Option<RecordedBits>, Violation> {
         let Some(store) = image.store() else { return Ok(None) };
         let Some(bitmap) = store.bitmaps().into_iter().next() else { return Ok(None) };
         let Some(stored) = store.stored_bits(NAME) else {
             return Err(Violation::new(format!("C75: a bitmap is lost: {bitmap:?}")));
         };
         let (size, granularity) = (self.scenario.disk.bytes, self.scenario.granularity);
-        RecordedBits::from_stored(stored, size, granularity).map(Some).map_err(wrong)
+        let bits = RecordedBits::from_stored(stored, size, granularity, bitmap.auto);
+        bits.map(Some).map_err(wrong)
     }
 
-    fn check(&mut self, bits: Option<&RecordedBits>) -> Result<(), Violation> {
+    /// The granules that are not in `now` as they were in `before`.
+    fn changed(&self, before: &[u8], now: &[u8]) -> Vec<u64> {
+        let granularity = self.scenario.granularity as usize;
+        let granules = now.chunks(granularity).zip(before.chunks(granularity)).zip(0..);
+        granules.filter(|((now, before), _)| now != before).map(|(_, granule)| granule).collect()
+    }
+
+    /// Checks the bitmap of a disk with this content.
+    fn check(&mut self, bits: Option<&RecordedBits>, content: &[u8]) -> Result<(), Violation> {
         let exact = self.known.exact.take();
         let (Some(base), Some(bits)) = (&self.known.base, bits) else {
             return match (&self.known.base, bits) {
@@ -167,15 +190,17 @@ impl BitmapsSimulation {
                 })),
             };
         };
+        if bits.is_enabled() == self.known.is_disabled {
+            return Err(Violation::new("C77: a bitmap records again, or no more".to_owned()));
+        }
         let bits = bits.all();
-        let granularity = self.scenario.granularity as usize;
-        let now = self.content();
-        let granules = now.chunks(granularity).zip(base.chunks(granularity));
-        for ((now, before), granule) in granules.zip(0..) {
-            if now != before && !is_set(&bits, granule) {
-                let what = format!("C74, C93: granule {granule} has changed and is clean");
-                return Err(Violation::new(what));
-            }
+        let mut changed = self.known.changed.clone();
+        if !self.known.is_disabled {
+            changed.extend(self.changed(base, content));
+        }
+        if let Some(granule) = changed.iter().find(|granule| !is_set(&bits, **granule)) {
+            let what = format!("C74, C93: granule {granule} has changed and is clean");
+            return Err(Violation::new(what));
         }
         match exact {
             Some(exact) if exact != bits => {
@@ -206,7 +231,8 @@ impl BitmapsSimulation {
                 self.open()?;
             }
             BitmapsAction::Foreign(range) => {
-                if self.end_process(End::Close, random)? {
+                // A program that does not know bitmaps clears the bits by which it is noticed in an image.
+                if self.end_process(End::Close, random)? && self.scenario.qcow2.is_none() {
                     self.write_elsewhere(range, random)?;
                     self.known.exact = None;
                 }
@@ -214,6 +240,7 @@ impl BitmapsSimulation {
             }
             BitmapsAction::Clear => self.clear(random)?,
             BitmapsAction::Remove => self.remove(random)?,
+            BitmapsAction::Switch => self.switch(random)?,
         }
         let violations = [&self.disk, &self.file].map(|device| device.take_violations());
         violations.into_iter().flatten().next().map_or(Ok(()), |what| Err(Violation::new(what)))
@@ -284,8 +311,7 @@ impl BitmapsSimulation {
         self.settle(random)?;
         let Some(Running { image, engine, bits }) = self.running.take() else { return Ok(false) };
         drop(engine);
-        let closed =
-            self.run_job(Box::new(|| image.close().map_err(|it| it.to_string())), random)?;
+        let closed = self.run_job(Box::new(|| image.close()), random)?;
         if closed == Some(Ok(())) {
             self.known.exact = bits.map(|bits| bits.all());
             if random.below(4) == 0 {
@@ -355,9 +381,7 @@ impl BitmapsSimulation {
 
     /// Another program writes `range`, durably.
     fn write_elsewhere(&self, range: ByteRange, random: &mut Random) -> Result<(), Violation> {
-        for device in [&self.disk, &self.file] {
-            device.set_faults(Faults::default());
-        }
+        self.without_faults();
         let options = OpenOptions::new().direct(Direct::Off);
         let storage = Arc::new(SimStorage::open(&self.disk, 0, options));
         let device = Arc::new(BlockDevice::raw(storage, options).map_err(broken)?);
@@ -374,21 +398,66 @@ impl BitmapsSimulation {
             return self.open();
         }
         let (process, before) = (self.process(), self.known.clone());
-        let job: Job = Box::new(move || process.place().clear(NAME).map_err(|it| it.to_string()));
-        let cleared = self.run_job(job, random)?;
-        let (base, none) = (Some(self.content()), vec![0; self.bits_bytes()]);
+        let cleared = self.run_job(Box::new(move || process.clear(NAME)), random)?;
+        let (base, none) = (Some(self.content()?), vec![0; self.bits_bytes()]);
+        let after = Known { base, changed: Vec::new(), exact: None, ..before.clone() };
         if cleared == Some(Ok(())) {
-            self.known = Known { base, exact: Some(none) };
+            self.known = Known { exact: Some(none), ..after };
             return self.open();
         }
         // It is cleared or not.
-        self.known = Known { exact: None, ..before.clone() };
+        self.known = Known { exact: None, ..before };
         let Err(not_before) = self.open() else { return Ok(()) };
         self.die(End::Kill, random)?;
-        self.known = Known { base, exact: None };
+        self.known = after;
         self.open()?;
         let bits = self.running.as_ref().and_then(|running| running.bits.as_ref());
         if bits.is_some_and(|bits| bits.all() == none) { Ok(()) } else { Err(not_before) }
+    }
+
+    /// Has the bitmap record no more, or again.
+    fn switch(&mut self, random: &mut Random) -> Result<(), Violation> {
+        self.settle(random)?;
+        let Some(Running { image, bits: Some(bits), .. }) = &self.running else { return Ok(()) };
+        let Some(store) = image.store().cloned() else { return Ok(()) };
+        let is_disabled = !self.known.is_disabled;
+        bits.enable(!is_disabled);
+        let file = BlockingFile::new(image.device().clone());
+        // A write that is not durable may be lost, and is not in a bitmap that did not record.
+        let job: Job = Box::new(move || {
+            let done = file.flush().and_then(|()| store.store());
+            done.map_err(|error| error.to_string())
+        });
+        let is_done = self.run_job(job, random)? == Some(Ok(()));
+        let goes_on = is_done && self.scenario.qcow2.is_none();
+        if !goes_on {
+            // The content of an image is seen when it is not open.
+            self.die(End::Kill, random)?;
+        }
+        self.known.exact = None;
+        let before = self.known.clone();
+        self.switched(is_disabled)?;
+        if goes_on {
+            return Ok(());
+        }
+        match self.open() {
+            Err(_) if !is_done => {
+                self.known = before;
+                self.open()
+            }
+            opened => opened,
+        }
+    }
+
+    /// The bitmap records no more from now on, or again.
+    fn switched(&mut self, is_disabled: bool) -> Result<(), Violation> {
+        let content = self.content()?;
+        let base = self.known.base.clone().unwrap_or_default();
+        let changed = if is_disabled { self.changed(&base, &content) } else { Vec::new() };
+        self.known.changed.extend(changed);
+        self.known.is_disabled = is_disabled;
+        self.known.base = Some(content);
+        Ok(())
     }
 
     fn bits_bytes(&self) -> usize {
@@ -404,14 +473,11 @@ impl BitmapsSimulation {
         let is_there = self.known.base.is_some();
         let granularity = self.scenario.granularity;
         let new = NewBitmap { name: NAME.into(), granularity, enabled: true };
-        let job: Job = Box::new(move || {
-            let place = process.place();
-            let changed = if is_there { place.remove(NAME) } else { place.add(&new) };
-            changed.map_err(|error| error.to_string())
-        });
+        let job: Job =
+            Box::new(move || if is_there { process.remove(NAME) } else { process.add(&new) });
         let done = self.run_job(job, random)?;
-        let content = self.content();
-        let after = Known { base: Some(content).filter(|_| !is_there), exact: None };
+        let content = self.content()?;
+        let after = Known { base: Some(content).filter(|_| !is_there), ..Known::default() };
         if done == Some(Ok(())) {
             self.known = after;
             return self.open();
