@@ -66,7 +66,9 @@ fn fails_merged(scenario: &Scenario) -> bool {
 fn fails(bug: InjectedBug, seed: u64) -> bool {
     let mode = match bug {
         InjectedBug::Engine(EngineBug::CompleteElsewhere) => Mode::Server,
-        InjectedBug::Image(ImageBug::TrustChangedDisk | ImageBug::ForgetRemoval) => Mode::Bitmaps,
+        InjectedBug::Image(
+            ImageBug::TrustChangedDisk | ImageBug::ForgetRemoval | ImageBug::CoolInFlight,
+        ) => Mode::Bitmaps,
         InjectedBug::Engine(_) | InjectedBug::Image(_) => Mode::Engine,
         InjectedBug::Server(
             ServerBug::ForgetInFlight
