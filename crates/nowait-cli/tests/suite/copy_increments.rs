@@ -179,9 +179,9 @@ fn an_increment_of_a_server_that_dies_is_not_called_whole() {
 
 #[test]
 fn an_increment_comes_from_a_bitmap_of_qemu_too() {
-    if !["qemu-img", "qemu-io", "qemu-nbd"].iter().all(|name| require_tool(name)) {
-        return;
-    }
+    nowait_testkit::needs!(
+        ["qemu-img", "qemu-io", "qemu-nbd"].iter().all(|name| require_tool(name))
+    );
     let scratch = Scratch::new();
     let source = scratch.join("source.qcow2");
     tool("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&source).arg("8M").succeeds();

@@ -185,9 +185,7 @@ fn two_read_only_servers_share_one_image() {
 
 #[test]
 fn qemu_and_nowait_lock_each_other_out_of_an_image_that_one_writes() {
-    if !require_tool("qemu-io") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-io"));
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", MIB);
     let server = Server::start(&image, &[]);

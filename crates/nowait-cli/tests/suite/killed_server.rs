@@ -157,9 +157,7 @@ fn contents(image: &Path) -> Vec<u8> {
 
 #[test]
 fn a_killed_server_leaves_no_corruption_and_all_flushed_data() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = Scratch::new();
     let (base, image) = (scratch.join("base.img"), scratch.join("disk.qcow2"));
     let below: Vec<u8> = (0..SECTORS).flat_map(|sector| stamp(sector, 0)).collect();
