@@ -11,6 +11,7 @@ mod backup_chains;
 mod backup_stores;
 mod backups;
 mod backing_names;
+mod bench_backup;
 mod bench_copy;
 mod bench_devices;
 mod bench_isolation;
