@@ -63,6 +63,7 @@ mod map_check_info;
 mod memory;
 mod moves;
 mod moves_to_qcow2;
+mod moves_to_raw;
 mod mutated;
 mod panics;
 mod polling;
