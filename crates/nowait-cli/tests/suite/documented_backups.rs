@@ -131,6 +131,20 @@ fn increments_of_a_qcow2_disk_are_made_by_the_commands_of_the_document() {
 }
 
 #[test]
+fn what_differs_from_an_earlier_copy_is_copied_by_the_commands_of_the_document() {
+    let user = User::new(&[]);
+    let disk = user.disk("disk.img");
+    fs::copy(&disk, user.path("full.img")).expect("an earlier copy");
+    let mut changed = fs::read(&disk).expect("the disk");
+    changed[..100_000].fill(7);
+    fs::write(&disk, changed).expect("a change");
+    let said = user.runs(&block("nowait copy disk.img tuesday.qcow2 --compare"));
+    assert_eq!(said.matches("100 KiB (102400 bytes) data").count(), 2, "{said}");
+    user.same("disk.img", "full.img");
+    user.same("disk.img", "tuesday.qcow2");
+}
+
+#[test]
 fn what_a_bitmap_has_noted_is_copied_by_the_commands_of_the_document() {
     nowait_testkit::needs!(["nbdcopy", "nbdinfo"].into_iter().all(require_tool));
     let user = User::new(&[]);
