@@ -71,6 +71,8 @@ pub enum BitmapsAction {
     Remove,
     /// The bitmap records no more, or again.
     Switch,
+    /// Regions rest, or those that rest are closed.
+    Cool,
 }
 
 impl BitmapsScenario {
@@ -114,7 +116,8 @@ impl BitmapsScenario {
             0..220 => BitmapsAction::Write(range),
             220..240 => BitmapsAction::Zero(range),
             240..260 => BitmapsAction::Discard(range),
-            260..300 => BitmapsAction::Flush,
+            260..280 => BitmapsAction::Flush,
+            280..300 => BitmapsAction::Cool,
             300..650 => BitmapsAction::Work,
             650..940 => BitmapsAction::Poll,
             940..955 => BitmapsAction::Reopen(End::Cut),
@@ -143,6 +146,6 @@ mod tests {
                 assert!(range.len > 0 && range.end() <= bytes, "{range:?}");
             }
         };
-        assert_eq!(kinds_of_steps(20, step, check), 11);
+        assert_eq!(kinds_of_steps(20, step, check), 12);
     }
 }

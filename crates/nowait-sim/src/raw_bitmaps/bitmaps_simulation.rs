@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use nowait::sim::{Faults, Random, SimDevice, SimQueue};
 use nowait::{
-    BlockDevice, BlockMap, BlockingFile, ByteRange, Direct, Error, Flags, Op, OpenOptions, Request,
-    SimStorage, SingleDisk, WorkerPool,
+    BlockDevice, BlockMap, BlockingFile, ByteRange, Completion, Direct, Error, Flags, Op,
+    OpenOptions, Request, SimStorage, SingleDisk, WorkerPool,
 };
 use nowait_image::bitmap_changes::NewBitmap;
-use nowait_image::{BitmapBits, SimRawDisk};
+use nowait_image::{BitmapBits, RestingRegions, SimRawDisk};
 
 use crate::coroutines::Coroutines;
 use crate::model::Violation;
@@ -45,11 +45,20 @@ struct Known {
     exact: Option<Vec<u8>>,
 }
 
+/// A process has regions of its bitmaps cool.
+enum Cooling {
+    /// A worker of its own is at it.
+    Busy,
+    /// Some may rest.
+    Idle(Option<RestingRegions>),
+}
+
 /// A process that has the disk open.
 struct Running {
     image: OpenDisk,
     engine: Engine,
     bits: Option<Arc<RecordedBits>>,
+    cooling: Rc<RefCell<Cooling>>,
 }
 
 /// The simulation.
@@ -146,7 +155,8 @@ impl BitmapsSimulation {
         let device = image.device().clone();
         let engine = SingleDisk::new(device, self.workers.clone(), queue, self.scenario.config);
         let engine = engine.map_err(broken)?;
-        self.running = Some(Running { image, engine, bits });
+        let cooling = Rc::new(RefCell::new(Cooling::Idle(None)));
+        self.running = Some(Running { image, engine, bits, cooling });
         self.disk.set_faults(self.scenario.faults[0]);
         self.file.set_faults(self.scenario.faults[1]);
         Ok(())
@@ -241,6 +251,7 @@ impl BitmapsSimulation {
             BitmapsAction::Clear => self.clear(random)?,
             BitmapsAction::Remove => self.remove(random)?,
             BitmapsAction::Switch => self.switch(random)?,
+            BitmapsAction::Cool => self.cool()?,
         }
         let violations = [&self.disk, &self.file].map(|device| device.take_violations());
         violations.into_iter().flatten().next().map_or(Ok(()), |what| Err(Violation::new(what)))
@@ -248,7 +259,7 @@ impl BitmapsSimulation {
 
     /// A client of the disk changes it.
     fn change(&mut self, op: Op, range: ByteRange, random: &mut Random) -> Result<(), Violation> {
-        let Some(Running { engine, bits, .. }) = &mut self.running else { return Ok(()) };
+        let Some(Running { engine, .. }) = &mut self.running else { return Ok(()) };
         if engine.in_flight() >= self.scenario.depth {
             return Ok(());
         }
@@ -262,22 +273,49 @@ impl BitmapsSimulation {
             engine.submit_no_data(io, 0).map_err(|rejected| rejected.error)
         };
         match submitted {
-            Err(error) if error.errno() == libc::EAGAIN => return Ok(()),
-            Err(error) => return Err(Violation::new(format!("a request is refused: {error}"))),
-            Ok(()) => {}
+            Err(error) if error.errno() != libc::EAGAIN => {
+                Err(Violation::new(format!("a request is refused: {error}")))
+            }
+            _ => Ok(()),
         }
-        if let Some(bits) = bits.as_ref().filter(|_| range.len > 0) {
-            bits.mark(range);
+    }
+
+    /// Takes what has completed, and marks it; what an error has left behind, the content of the disk tells.
+    fn poll(&mut self) -> Result<(), Violation> {
+        let Some(Running { engine, bits, .. }) = &mut self.running else { return Ok(()) };
+        engine.wait(Some(Duration::ZERO), &mut |_, _| {}).map_err(broken)?;
+        while let Some(Completion { io, .. }) = engine.next() {
+            if let Some(bits) = bits.as_ref().filter(|_| io.op.changes() && io.range.len > 0) {
+                bits.mark(io.range);
+            }
         }
         Ok(())
     }
 
-    /// Takes what has completed; what an error has left behind, the content of the disk tells.
-    fn poll(&mut self) -> Result<(), Violation> {
-        let Some(Running { engine, .. }) = &mut self.running else { return Ok(()) };
-        engine.wait(Some(Duration::ZERO), &mut |_, _| {}).map_err(broken)?;
-        while engine.next().is_some() {}
-        Ok(())
+    /// Has open regions rest, or closes those that do, while requests go on.
+    fn cool(&mut self) -> Result<(), Violation> {
+        let Some(Running { image, engine, cooling, .. }) = &self.running else { return Ok(()) };
+        let Some(store) = image.store().cloned() else { return Ok(()) };
+        let before = std::mem::replace(&mut *cooling.borrow_mut(), Cooling::Busy);
+        let Cooling::Idle(resting) = before else { return Ok(()) };
+        let in_flight = engine.changes_in_flight(engine.device());
+        let cooling = cooling.clone();
+        let job = move || {
+            let resting = match resting {
+                None => store.rest(),
+                Some(resting) => {
+                    // After an error the bits are more than those of the changes.
+                    let _ = store.cool(resting, &in_flight);
+                    None
+                }
+            };
+            *cooling.borrow_mut() = Cooling::Idle(resting);
+        };
+        self.threads.start(job).map_err(wrong)
+    }
+
+    fn is_cooling(&self) -> bool {
+        self.running.as_ref().is_some_and(|it| matches!(*it.cooling.borrow(), Cooling::Busy))
     }
 
     /// Runs a worker, one that is paused or one with a new job.
@@ -294,7 +332,9 @@ impl BitmapsSimulation {
     fn settle(&mut self, random: &mut Random) -> Result<(), Violation> {
         for _ in 0..SETTLE_STEPS {
             self.poll()?;
-            if self.running.as_ref().is_none_or(|running| running.engine.in_flight() == 0) {
+            let is_idle =
+                self.running.as_ref().is_none_or(|running| running.engine.in_flight() == 0);
+            if is_idle && !self.is_cooling() {
                 return Ok(());
             }
             self.work(random)?;
@@ -309,7 +349,9 @@ impl BitmapsSimulation {
             return Ok(false);
         }
         self.settle(random)?;
-        let Some(Running { image, engine, bits }) = self.running.take() else { return Ok(false) };
+        let Some(Running { image, engine, bits, .. }) = self.running.take() else {
+            return Ok(false);
+        };
         drop(engine);
         let closed = self.run_job(Box::new(|| image.close()), random)?;
         if closed == Some(Ok(())) {
