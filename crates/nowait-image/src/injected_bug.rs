@@ -23,6 +23,10 @@ nowait::injected_bugs! {
         ForgetOverlapCheck,
         /// The bits of a write are stored after its acknowledgement: when the image is closed (C74).
         BitAfterWrite,
+        /// The changes of bitmaps by a killed process are not durable before the disk is written to (C77).
+        ForgetRemoval,
+        /// A region of the bitmaps is closed while a write in it is in flight (C90).
+        CoolInFlight,
         /// The bitmaps of a raw disk are used as they are, whatever has written to the disk since (C93).
         TrustChangedDisk,
     }

@@ -63,7 +63,7 @@ pub use injected_bug::{ImageBug, inject};
 pub use mounts::in_use;
 pub use named_storages::NamedStorages;
 pub use offline::{bitmap_changes, check, commit, create, map, repair, resize};
-pub use qcow2_disk::bitmap_store::{BitmapBits, BitmapStore};
+pub use qcow2_disk::bitmap_store::{BitmapBits, BitmapStore, RestingRegions};
 pub use raw_bitmaps::BitmapsPlace;
 #[cfg(feature = "sim")]
 pub use sim_raw_disk::{SimRawDisk, SimRawImage};

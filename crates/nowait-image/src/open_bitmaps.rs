@@ -10,6 +10,7 @@ use nowait::ByteRange;
 use crate::chain::{ChainOptions, Locking};
 use crate::error::ImageError;
 use crate::formats::layer::Layer;
+use crate::formats::qcow2::bitmap_slot::settle_bitmaps;
 use crate::formats::qcow2::bitmaps::Bitmap;
 use crate::formats::qcow2::header::Header;
 use crate::formats::qcow2::stored_bits::StoredBits;
@@ -126,8 +127,7 @@ impl OpenBitmaps {
         let failed = |error| NotOpened::passing(ImageError::os(place.path(), "read", &error));
         if opened.header.bitmaps.is_none() {
             if options.writable {
-                // A removal that was cut off is durable before the first write: a bitmap that came back would lack that.
-                opened.file.sync().map_err(failed)?;
+                settle_bitmaps(&opened.file, &opened.header).map_err(NotOpened::passing)?;
             }
             return Ok(opened);
         }

@@ -9,6 +9,7 @@ pub(crate) mod change_tracker;
 pub(crate) mod sim_changes;
 mod export_backups;
 mod export_bitmaps;
+mod cooling;
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;

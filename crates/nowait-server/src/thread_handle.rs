@@ -3,10 +3,22 @@
 //! Invariant: nothing here waits. A thread that was woken up finds the reason for it elsewhere.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::Sender;
 
-use nowait::{Error, Operation};
+use nowait::{ByteRange, Error, Operation};
 use rustix::event::{EventfdFlags, eventfd};
+
+use crate::export::ExportId;
+use crate::locking::lock;
+
+/// The question which changes of an export are in flight on a thread.
+#[derive(Clone)]
+pub(crate) struct Survey {
+    pub(crate) export: ExportId,
+    pub(crate) answer: Sender<Vec<ByteRange>>,
+}
 
 /// The handle of one thread.
 pub(crate) struct ThreadHandle {
@@ -17,6 +29,8 @@ pub(crate) struct ThreadHandle {
     exports_changed: AtomicBool,
     /// The counts of the exports are to be published.
     publishes: AtomicBool,
+    /// Questions for the changes that are in flight.
+    surveys: Mutex<Vec<Survey>>,
     /// Requests in flight, as of the end of the thread's last iteration.
     in_flight: AtomicUsize,
     /// How many times the thread has answered a wake-up.
@@ -36,6 +50,7 @@ impl ThreadHandle {
             connections: AtomicUsize::new(0),
             exports_changed: AtomicBool::new(false),
             publishes: AtomicBool::new(false),
+            surveys: Mutex::default(),
             in_flight: AtomicUsize::new(0),
             answers: AtomicU64::new(0),
         })
@@ -95,6 +110,17 @@ impl ThreadHandle {
     /// Whether that was asked for since the last call.
     pub(crate) fn takes_publication(&self) -> bool {
         self.publishes.swap(false, Ordering::AcqRel)
+    }
+
+    /// Has the thread answer `survey`.
+    pub(crate) fn ask(&self, survey: Survey) {
+        lock(&self.surveys).push(survey);
+        self.wake();
+    }
+
+    /// The surveys since the last call.
+    pub(crate) fn take_surveys(&self) -> Vec<Survey> {
+        std::mem::take(&mut lock(&self.surveys))
     }
 
     /// Publishes the number of requests in flight on the thread.

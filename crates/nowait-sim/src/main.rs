@@ -36,7 +36,7 @@ struct Args {
     /// that dies behind a network), or all of them: one seed in four is a server's, one in eight a
     /// virtual machine's, one in eight a block device's, one in eight a remote storage's. With `log`, an
     /// append log whose processes are killed and lose their power, with `backup` a backup of a disk that is written, with `bitmaps`
-    /// the stored bitmaps of a raw disk, with `move` a disk that moves while it is written, which `all` leaves out. With `hosts`,
+    /// the stored bitmaps of a disk, with `move` a disk that moves while it is written, which `all` leaves out. With `hosts`,
     /// many hosts boot from one image in a store, in virtual time.
     #[arg(long, default_value = "all")]
     mode: String,
@@ -62,8 +62,8 @@ struct Args {
     /// virtual machine:
     /// forget-in-flight, repeat-told, tell-before-data; with a block device: commit-before-data. In a qcow2 image:
     /// forget-tail, read-below-elsewhere, forget-order, forget-given-back, cut-too-short,
-    /// forget-to-grow, forget-failure, flush-beside-another, forget-overlap-check, bit-after-write; of a raw disk:
-    /// trust-changed-disk. In a remote storage:
+    /// forget-to-grow, forget-failure, flush-beside-another, forget-overlap-check, bit-after-write,
+    /// forget-removal, cool-in-flight; of a raw disk: trust-changed-disk. In a remote storage:
     /// forget-replay, trim-when-asked, trim-too-much, replay-out-of-order, replay-overwritten,
     /// forget-durable, answer-unanswered, forget-overlap, read-beside-repeated, forget-failed-flush.
     #[arg(long, value_name = "MISTAKE")]

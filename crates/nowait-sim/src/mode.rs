@@ -19,7 +19,7 @@ pub enum Mode {
     Log,
     /// A backup of a disk that is written; see [`crate::backup`]. No seed is one by default.
     Backup,
-    /// The bitmaps of a raw disk; see [`crate::raw_bitmaps`]. No seed is one by default.
+    /// The bitmaps of a raw disk or an image; see [`crate::raw_bitmaps`]. No seed is one by default.
     Bitmaps,
     /// A disk that moves; see [`crate::moves`]. No seed is one by default.
     Move,

@@ -66,7 +66,9 @@ fn fails_merged(scenario: &Scenario) -> bool {
 fn fails(bug: InjectedBug, seed: u64) -> bool {
     let mode = match bug {
         InjectedBug::Engine(EngineBug::CompleteElsewhere) => Mode::Server,
-        InjectedBug::Image(ImageBug::TrustChangedDisk) => Mode::Bitmaps,
+        InjectedBug::Image(
+            ImageBug::TrustChangedDisk | ImageBug::ForgetRemoval | ImageBug::CoolInFlight,
+        ) => Mode::Bitmaps,
         InjectedBug::Engine(_) | InjectedBug::Image(_) => Mode::Engine,
         InjectedBug::Server(
             ServerBug::ForgetInFlight
@@ -277,6 +279,16 @@ fn is_found_in_a_log(bug: EngineBug) {
 #[test]
 fn a_bit_of_a_raw_disk_that_is_stored_after_the_write_is_found() {
     is_found_in(Mode::Bitmaps, InjectedBug::Image(ImageBug::BitAfterWrite));
+}
+
+#[test]
+fn a_bitmap_whose_removal_comes_undone_when_the_power_fails_is_found() {
+    is_found_in(Mode::Bitmaps, InjectedBug::Image(ImageBug::ForgetRemoval));
+}
+
+#[test]
+fn a_region_of_a_bitmap_that_is_closed_while_a_write_in_it_is_in_flight_is_found() {
+    is_found_in(Mode::Bitmaps, InjectedBug::Image(ImageBug::CoolInFlight));
 }
 
 #[test]

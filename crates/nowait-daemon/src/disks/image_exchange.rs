@@ -343,7 +343,8 @@ impl ImageExchange<'_> {
         self.edit_bitmaps(|chain| bitmap_changes::remove(chain, name), |it| it.remove(name))
     }
 
-    /// Has `change` change the bitmaps in memory, and stores them. No request is in flight meanwhile.
+    /// Has `change` change the bitmaps in memory, and stores them. No request is in flight meanwhile, and all that was written is
+    /// durable: a loss of power could change it later, which a bitmap that is enabled now would not note.
     ///
     /// # Errors
     /// That of `change`; why they cannot be stored.
@@ -351,7 +352,9 @@ impl ImageExchange<'_> {
         &self,
         change: impl FnOnce() -> Result<T, ControlError>,
     ) -> Result<T, ControlError> {
+        self.exports.flush(self.id)?;
         let paused = self.pause()?;
+        self.with(|served| served.disk.image.settle().map_err(failed))??;
         let changed = change();
         let stored = self.with(|served| served.disk.image.store_bitmaps())?;
         drop(paused);

@@ -3,6 +3,7 @@
 //! Invariant: the PID file, the ready line and the word to the service manager come when clients can connect.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use nowait_nbd::Address;
 use nowait_server::{Exports, Listener, Server};
@@ -104,8 +105,13 @@ impl<'a> Serving<'a> {
     }
 }
 
-/// Clients can connect: none of those `waiting` is disconnected any more, the watchdog watches the threads of `exports`,
-/// messages go to the log file, and a process in the background lets its caller go.
+/// How often regions of stored bitmaps are looked for that were not written to since: after one to two of this time their bits on
+/// storage are exact again.
+const COOLING_TIME: Duration = Duration::from_secs(60);
+
+/// Clients can connect: none of those `waiting` is disconnected any more, stored bitmaps become exact where nothing is
+/// written, the watchdog watches the threads of `exports`, messages go to the log file, and a process in the background
+/// lets its caller go.
 fn start_long_run(
     exports: Exports,
     detached: Detached,
@@ -113,6 +119,12 @@ fn start_long_run(
     waiting: &mut Vec<Listener>,
 ) {
     waiting.clear();
+    if let Err(error) = exports.cool_regularly(COOLING_TIME) {
+        warn!(
+            "stored bitmaps are not exact before the end: cannot start a thread: {}",
+            os_message(&error)
+        );
+    }
     watchdog::start(exports);
     if let Some(Err(error)) = log_file.map(LogFile::begin) {
         warn!("{error}");

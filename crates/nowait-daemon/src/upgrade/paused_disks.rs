@@ -6,11 +6,12 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::MutexGuard;
+use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
 
 use nowait::Error;
 use nowait_control::ControlError;
+use nowait_image::BitmapStore;
 use nowait_server::{ConnectionState, ExportError, ExportId, Exports, PausedDevice, PausedServer};
 use rustix::fs::{MemfdFlags, memfd_create};
 use tracing::warn;
@@ -24,8 +25,25 @@ use crate::upgrade::sender::{DRAIN_TIMEOUT, Paused};
 /// The most threads that flush.
 const FLUSH_THREADS: usize = 16;
 
+/// The stored bitmaps that another process goes on with: nothing is stored in them by this one until this is dropped.
+struct HeldBitmaps(Vec<Arc<BitmapStore>>);
+
+impl HeldBitmaps {
+    fn new(disks: &[ServedDisk]) -> Self {
+        let stores = disks.iter().filter_map(|served| served.disk.image.bitmap_store());
+        Self(stores.cloned().inspect(|store| store.hold(true)).collect())
+    }
+}
+
+impl Drop for HeldBitmaps {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|store| store.hold(false));
+    }
+}
+
 /// Everything that is handed over.
 pub(crate) struct PausedDisks<'a> {
+    held: HeldBitmaps,
     disks: MutexGuard<'a, Vec<ServedDisk>>,
     server: PausedServer,
     exports: Exports,
@@ -50,7 +68,8 @@ impl<'a> PausedDisks<'a> {
             other => other.into(),
         })?;
         for_all(&disks, |served| served.disk.image.settle()).map_err(failed)?;
-        Ok(Self { disks, server, exports: exports.clone(), begun })
+        let held = HeldBitmaps::new(&disks);
+        Ok(Self { held, disks, server, exports: exports.clone(), begun })
     }
 
     /// Each of `all` with the index of its export.
@@ -117,6 +136,7 @@ impl Paused for PausedDisks<'_> {
     fn release(mut self, successor: u32) {
         systemd::notify_successor(successor);
         // Nothing is written any more, as closing an image does.
+        std::mem::forget(self.held);
         self.disks.drain(..).for_each(std::mem::forget);
         self.server.release();
     }

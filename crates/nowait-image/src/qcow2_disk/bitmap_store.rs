@@ -1,10 +1,13 @@
 //! The bitmaps of a disk that is written to, in its qcow2 image or in a file beside a raw disk: their bits on storage while it is, and at its end.
 //!
 //! Invariant: as long as the image is open for writing, the bits on storage are those of all changes or more: before the
-//! first write to a region of the disk, all bits of the region are set and durable in each bitmap that records. Nothing is
-//! allocated for that: each bitmap has a cluster for each of its bits.
+//! first write to a region of the disk, all bits of the region are set and durable in each bitmap that records. They are exact again only
+//! after all writes that were admitted to it are in the bits in memory. Nothing is allocated for that: each bitmap has a cluster for
+//! each of its bits.
 
 use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use nowait::internal::{ReadDevice, WriteGuard};
@@ -12,13 +15,14 @@ use nowait::{ByteRange, Error, IoBuffer, Operation, ReadCursor, Storage, WriteCu
 
 use crate::error::ImageError;
 use crate::formats::qcow2::bitmap_editor::edit;
+use crate::formats::qcow2::bitmap_slot::settle_bitmaps;
 use crate::formats::qcow2::bitmaps::{Bitmap, Entry, FLAG_AUTO, FLAG_IN_USE, FLAGS_AT};
 use crate::formats::qcow2::header::Header;
 use crate::formats::qcow2::lookup::read_table;
 use crate::formats::qcow2::stored_bits::{POSITION, StoredBits};
 use crate::image_file::ImageFile;
 use crate::injected_bug::{self, ImageBug};
-use crate::qcow2_disk::open_regions::Regions;
+use crate::qcow2_disk::open_regions::{Regions, SomeRegions};
 use crate::qcow2_disk::refcount_allocator::ClusterRun;
 use crate::qcow2_disk::writeback::MetadataWriteback;
 use crate::qcow2_disk::yielding_lock::lock_for_io;
@@ -74,6 +78,9 @@ pub(crate) struct Noting {
     pub(crate) is_noted: bool,
 }
 
+/// Regions to which no write was admitted for a while.
+pub struct RestingRegions(SomeRegions);
+
 /// The bitmaps of an image that is open for writing.
 pub struct BitmapStore {
     file: Arc<ImageFile>,
@@ -88,6 +95,8 @@ pub struct BitmapStore {
     disk: Option<RawDisk>,
     /// Held while bits are written.
     writing: Mutex<()>,
+    /// Regions do not cool.
+    is_held: AtomicBool,
     pub(crate) regions: Regions,
 }
 
@@ -96,6 +105,7 @@ pub struct BitmapStore {
 /// # Errors
 /// A refusal of damaged bitmaps; those of the file.
 pub(crate) fn prepare(file: &ImageFile, header: &Header) -> Result<Header, ImageError> {
+    settle_bitmaps(file, header)?;
     if header.bitmaps.is_none() {
         return Ok(header.clone());
     }
@@ -134,6 +144,7 @@ impl BitmapStore {
             bitmaps,
             disk: noting.as_ref().map(|noting| noting.disk.clone()),
             writing: Mutex::new(()),
+            is_held: AtomicBool::new(false),
             regions,
         };
         if !store.writeback.reserve_bitmaps(&store.clusters()) {
@@ -361,6 +372,7 @@ impl BitmapStore {
             return Ok(());
         }
         let _writing = lock_for_io(&self.writing);
+        self.regions.open_resting(range);
         while let Some(closed) = self.regions.first_closed(range) {
             let end = closed.end().min(self.header.size);
             if closed.pos >= end {
@@ -374,6 +386,92 @@ impl BitmapStore {
             self.regions.open(closed);
         }
         Ok(())
+    }
+
+    /// The regions that no write was admitted to between the last two calls of this; to be given to
+    /// [`BitmapStore::cool`] with the changes that are in flight after that. One thread calls the two.
+    pub fn rest(&self) -> Option<RestingRegions> {
+        let _writing = lock_for_io(&self.writing);
+        let resting = self.regions.resting();
+        self.regions.rest();
+        Some(RestingRegions(resting)).filter(|resting| !resting.0.is_empty())
+    }
+
+    /// Closes the regions of `resting` but those of the changes `in_flight`, and stores their exact bits, in batches of one
+    /// sync each. All other changes are in the bits in memory. A write to a closed region opens it again.
+    ///
+    /// # Errors
+    /// Those of the file: then the bits of some regions are more than those of their changes.
+    pub fn cool(&self, resting: RestingRegions, in_flight: &[ByteRange]) -> Result<(), Error> {
+        let RestingRegions(mut cooling) = resting;
+        if !injected_bug::injected(ImageBug::CoolInFlight) {
+            in_flight.iter().for_each(|range| cooling.take_out(*range));
+        }
+        while let Some(mut batch) = cooling.split_batch() {
+            let _writing = lock_for_io(&self.writing);
+            // The image may have been released meanwhile.
+            if !self.regions.is_recording() || self.is_held.load(Ordering::Acquire) {
+                return Ok(());
+            }
+            self.regions.close(&mut batch);
+            let ranges = batch.ranges();
+            if ranges.is_empty() {
+                continue;
+            }
+            for stored in self.bitmaps.iter().filter(|stored| stored.is_recording()) {
+                self.store_exact(stored, &ranges)?;
+            }
+            self.sync()?;
+        }
+        Ok(())
+    }
+
+    /// Clears the bits of `ranges`, closed regions, that are not set in memory, in the clusters of `stored`. A granule that
+    /// is larger than a region, and so in open ones, too, is left dirty.
+    fn store_exact(&self, stored: &StoredBitmap, ranges: &[ByteRange]) -> Result<(), Error> {
+        let granularity = stored.bitmap.granularity;
+        let Some(bits) = stored.bits().filter(|_| granularity <= self.regions.bytes()) else {
+            return Ok(());
+        };
+        let (cluster, piece) =
+            (self.header.cluster_bytes(), PIECE_BYTES.min(self.header.cluster_bytes()));
+        let granules = |range: &ByteRange| {
+            range.pos / granularity..range.end().min(self.header.size).div_ceil(granularity)
+        };
+        let mut rest = ranges.iter().map(granules).peekable();
+        while let Some(first) = rest.peek() {
+            // All runs that begin in this piece of the bits; one that goes on in the next is cut there.
+            let at = first.start / 8 / piece * piece;
+            let mut memory = IoBuffer::zeroed(piece as usize)?;
+            bits.copy(at, &mut memory);
+            let mut kept = vec![u8::MAX; piece as usize];
+            while let Some(run) = rest.peek_mut() {
+                let end = (at + piece) * 8;
+                if run.start >= end {
+                    break;
+                }
+                clear_bits(&mut kept, run.start - at * 8..run.end.min(end) - at * 8);
+                if run.end > end {
+                    run.start = end;
+                    break;
+                }
+                rest.next();
+            }
+            let Some(pos) = stored.clusters.get((at / cluster) as usize) else { break };
+            let changed = |byte: &u8| *byte != u8::MAX;
+            let begin = kept.iter().position(changed).unwrap_or(0);
+            let end = kept.iter().rposition(changed).map_or(begin, |last| last + 1);
+            kept.iter_mut().zip(memory.iter()).for_each(|(kept, bits)| *kept |= bits);
+            let exact = kept.get(begin..end).unwrap_or_default();
+            self.change(pos + at % cluster + begin as u64, exact, |old, exact| old & exact)?;
+        }
+        Ok(())
+    }
+
+    /// Only bits of writes are stored from now on, because another process goes on with the bitmaps; or all again.
+    pub fn hold(&self, held: bool) {
+        let _writing = lock_for_io(&self.writing);
+        self.is_held.store(held, Ordering::Release);
     }
 
     /// Sets the bits of `range` of the disk in the clusters of `stored`.
@@ -443,4 +541,15 @@ fn clear_from(granules: u64, at: u64, memory: &mut [u8]) {
     let Some([first, rest @ ..]) = memory.get_mut(byte..) else { return };
     *first &= !(u8::MAX << (inside % 8));
     rest.fill(0);
+}
+
+/// Clears the bits `range` of `memory`, of each byte the lowest first.
+fn clear_bits(memory: &mut [u8], range: Range<u64>) {
+    for at in range.start / 8..range.end.div_ceil(8) {
+        let Some(byte) = memory.get_mut(at as usize) else { return };
+        let first = range.start.saturating_sub(at * 8).min(8) as u32;
+        let end = range.end.saturating_sub(at * 8).min(8) as u32;
+        let inside = (u16::from(u8::MAX) << first) & !(u16::MAX << end);
+        *byte &= !(inside as u8);
+    }
 }

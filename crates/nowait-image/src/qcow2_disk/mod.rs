@@ -98,7 +98,8 @@ impl OpenImage {
     }
 
     /// The bitmaps of an image that is written to, if it has any.
-    pub(crate) fn bitmaps(&self) -> Option<&Arc<BitmapStore>> {
+    #[must_use]
+    pub fn bitmaps(&self) -> Option<&Arc<BitmapStore>> {
         self.bitmaps.as_ref()
     }
 

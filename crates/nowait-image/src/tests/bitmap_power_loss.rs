@@ -10,9 +10,11 @@ use crate::error::ImageError;
 use crate::formats::format::Format;
 use crate::formats::qcow2::bitmaps::Bitmap;
 use crate::formats::qcow2::stored_bits::StoredBits;
+use crate::image;
 use crate::offline::bitmap_changes::{self, NewBitmap};
 use crate::offline::resize::resize;
-use crate::tests::power_loss::{Scene, every_cut, options, restore};
+use crate::tests::observed_storage::Change;
+use crate::tests::power_loss::{Scene, commit_all, every_cut, options, restore};
 use crate::tests::write_log::record;
 
 /// Bits of a bitmap, as it has them at first.
@@ -73,4 +75,32 @@ fn bitmaps_are_there_or_not_at_any_power_cut() {
         restore(&after);
         expected = then;
     }
+}
+
+/// Whether the file at `path` is synced by `run`, before anything is written to it.
+fn syncs_first(path: &Path, run: impl FnOnce()) -> bool {
+    let log = record(run);
+    let first = log.into_iter().find(|(changed, _)| changed == path);
+    matches!(first, Some((_, Change::Sync)))
+}
+
+#[test]
+fn c77_a_change_of_bitmaps_that_a_kill_has_cut_off_is_durable_before_the_disk_is_written_to() {
+    let scene = Scene::new(Format::Qcow2);
+    let (top, base) = (scene.path("top"), scene.path("base"));
+    let is_synced =
+        |writable| syncs_first(&top, || drop(image::open(&top, &options(writable)).unwrap()));
+    let change = |path: &Path, step: Step| {
+        step(&Chain::open(path, &options(true)).unwrap()).unwrap();
+    };
+    assert!(!is_synced(true), "an image without bitmaps is opened without a sync");
+    change(&top, |chain| add(chain, "a", 4096));
+    assert!(is_synced(true));
+    assert!(is_synced(true), "a bitmap in use that was disabled could be enabled again");
+    change(&top, |chain| bitmap_changes::remove(chain, "a"));
+    assert!(is_synced(true), "the removal could come undone");
+    assert!(!is_synced(false));
+    change(&base, |chain| add(chain, "b", 4096));
+    change(&base, |chain| bitmap_changes::remove(chain, "b"));
+    assert!(syncs_first(&base, || commit_all(&top)), "a commit writes to an image, too");
 }

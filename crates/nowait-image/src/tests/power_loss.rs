@@ -135,7 +135,7 @@ pub(crate) fn every_cut(
     }
 }
 
-fn commit_all(top: &Path) {
+pub(crate) fn commit_all(top: &Path) {
     let chain = Chain::open(top, &options(true)).unwrap();
     commit(&chain, Overlay::Emptied, false, &mut |_, _| {}).unwrap();
 }

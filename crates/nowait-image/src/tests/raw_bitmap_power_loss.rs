@@ -8,15 +8,16 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use nowait::{BlockingFile, Direct, Flags};
+use nowait::{BlockingFile, ByteRange, Direct, Flags};
 
 use crate::chain::{ChainOptions, Locking};
 use crate::image::{self, Image};
 use crate::image_file::ImageFile;
 use crate::offline::bitmap_changes::NewBitmap;
 use crate::qcow2_disk::bitmap_store::BitmapBits;
+use crate::raw_bitmaps::BitmapsPlace;
 use crate::tests::observed_storage::Change;
-use crate::tests::write_log::{UnsyncedWrites, cut, record};
+use crate::tests::write_log::{UnsyncedWrites, cut, logged_steps, record};
 
 const SIZE: u64 = 1 << 20;
 const GRANULARITY: u64 = 4096;
@@ -45,42 +46,58 @@ impl BitmapBits for Exact {
     }
 }
 
-/// Whether the granules of `WRITES` are dirty in the only bitmap; `None` if that is not trusted.
-fn dirty(path: &Path) -> Option<[bool; 3]> {
+/// The bits of the only bitmap; `None` if that is not trusted.
+fn stored(path: &Path) -> Option<Vec<u8>> {
     let image = open(path, false);
     let (_, bits) = image.stored_bitmaps().unwrap().pop().unwrap();
     let mut all = Vec::new();
     bits?.read_to_end(&mut all).unwrap();
+    Some(all)
+}
+
+/// Whether the granules of `WRITES` are dirty in the only bitmap; `None` if that is not trusted.
+fn dirty(path: &Path) -> Option<[bool; 3]> {
+    let all = stored(path)?;
     Some(WRITES.map(|at| {
         let granule = (at / GRANULARITY) as usize;
         all[granule / 8] & 1 << (granule % 8) != 0
     }))
 }
 
-#[test]
-fn c74_a_change_is_in_the_bitmap_of_a_raw_disk_at_any_power_cut() {
-    let directory = tempfile::tempdir().unwrap();
-    let disk = directory.path().join("disk.img");
+/// The bits of `WRITES`.
+fn exact() -> Arc<dyn BitmapBits> {
+    let mut bits = vec![0; (SIZE / GRANULARITY / 8) as usize];
+    for at in WRITES {
+        bits[(at / GRANULARITY / 8) as usize] |= 1 << (at / GRANULARITY % 8);
+    }
+    Arc::new(Exact(bits))
+}
+
+/// A disk in `directory` with a bitmap, and where that is.
+fn disk_with_bitmap(directory: &Path) -> (PathBuf, BitmapsPlace) {
+    let disk = directory.join("disk.img");
     fs::write(&disk, vec![0; SIZE as usize]).unwrap();
     let new = NewBitmap { name: "a".into(), granularity: GRANULARITY, enabled: true };
     let image = open(&disk, true);
     let place = image.bitmaps_place().unwrap().clone();
     image.close().unwrap();
     place.add(&new).unwrap();
+    (disk, place)
+}
+
+#[test]
+fn c74_a_change_is_in_the_bitmap_of_a_raw_disk_at_any_power_cut() {
+    let directory = tempfile::tempdir().unwrap();
+    let (disk, place) = disk_with_bitmap(directory.path());
     let stored: BTreeMap<PathBuf, Vec<u8>> =
         [(place.path().to_owned(), fs::read(place.path()).unwrap())].into();
     // A file whose writes say in the log what the disk has begun to be written with.
     let marker = directory.path().join("marker");
     fs::write(&marker, "").unwrap();
     let marks = ImageFile::open(&marker, true).unwrap();
-    let mut bits = vec![0; (SIZE / GRANULARITY / 8) as usize];
-    for at in WRITES {
-        bits[(at / GRANULARITY / 8) as usize] |= 1 << (at / GRANULARITY % 8);
-    }
     let log = record(|| {
         let image = open(&disk, true);
-        let bits: Arc<dyn BitmapBits> = Arc::new(Exact(bits));
-        assert!(image.bitmap_store().unwrap().attach("a", &bits));
+        assert!(image.bitmap_store().unwrap().attach("a", &exact()));
         let file = BlockingFile::new(image.device());
         for at in WRITES {
             file.write_at(&[1; 512], at, Flags::NONE).unwrap();
@@ -114,13 +131,7 @@ fn c74_a_change_is_in_the_bitmap_of_a_raw_disk_at_any_power_cut() {
 #[test]
 fn a_removal_of_the_last_bitmap_is_durable_before_the_disk_is_written_to() {
     let directory = tempfile::tempdir().unwrap();
-    let disk = directory.path().join("disk.img");
-    fs::write(&disk, vec![0; SIZE as usize]).unwrap();
-    let new = NewBitmap { name: "a".into(), granularity: GRANULARITY, enabled: true };
-    let image = open(&disk, true);
-    let place = image.bitmaps_place().unwrap().clone();
-    image.close().unwrap();
-    place.add(&new).unwrap();
+    let (disk, place) = disk_with_bitmap(directory.path());
     place.remove("a").unwrap();
     let synced = |writable| {
         let log = record(|| open(&disk, writable).close().unwrap());
@@ -128,4 +139,43 @@ fn a_removal_of_the_last_bitmap_is_durable_before_the_disk_is_written_to() {
     };
     assert!(synced(true), "a removal that was cut off could come undone");
     assert!(!synced(false));
+}
+
+#[test]
+fn c90_a_region_that_is_not_written_to_gets_its_exact_bits_and_has_all_changes_at_any_power_cut() {
+    let directory = tempfile::tempdir().unwrap();
+    let (disk, place) = disk_with_bitmap(directory.path());
+    let before: BTreeMap<PathBuf, Vec<u8>> =
+        [(place.path().to_owned(), fs::read(place.path()).unwrap())].into();
+    let mut written = 0;
+    let log = record(|| {
+        let image = open(&disk, true);
+        let store = image.bitmap_store().unwrap();
+        assert!(store.attach("a", &exact()));
+        let file = BlockingFile::new(image.device());
+        for at in WRITES {
+            file.write_at(&[1; 512], at, Flags::NONE).unwrap();
+        }
+        assert!(store.rest().is_none(), "all were written to since");
+        written = logged_steps();
+        let resting = store.rest().unwrap();
+        store.cool(resting, &[ByteRange::new(WRITES[1], 512)]).unwrap();
+        file.write_at(&[2; 512], WRITES[2], Flags::NONE).unwrap();
+    });
+    assert!(log.len() > written);
+    for end in written..=log.len() {
+        let torn = (0..8).map(UnsyncedWrites::Torn);
+        for unsynced in [UnsyncedWrites::Lost, UnsyncedWrites::There].into_iter().chain(torn) {
+            for (path, bytes) in cut(&before, &log[..end], unsynced) {
+                fs::write(path, bytes).unwrap();
+            }
+            assert_eq!(dirty(&disk), Some([true; 3]), "{end}, {unsynced:?}");
+        }
+    }
+    for (path, bytes) in cut(&before, &log, UnsyncedWrites::There) {
+        fs::write(path, bytes).unwrap();
+    }
+    // One granule, and the 8 of a region each: that of a change in flight, and one that was opened again.
+    let ones: u32 = stored(&disk).unwrap().iter().map(|byte| byte.count_ones()).sum();
+    assert_eq!(ones, 1 + 8 + 8);
 }

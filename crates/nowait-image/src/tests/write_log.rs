@@ -41,6 +41,11 @@ pub(crate) fn record(run: impl FnOnce()) -> Vec<(PathBuf, Change)> {
     STEPS.take().unwrap_or_default()
 }
 
+/// The number of steps so far of what this thread records.
+pub(crate) fn logged_steps() -> usize {
+    STEPS.with_borrow(|steps| steps.as_ref().map_or(0, Vec::len))
+}
+
 /// The unsynced writes that are on the disk after a power cut.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum UnsyncedWrites {

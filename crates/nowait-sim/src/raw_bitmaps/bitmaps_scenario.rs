@@ -1,4 +1,4 @@
-//! Derives a scenario from a seed: a raw disk, the file with its bitmaps, and each step of a run.
+//! Derives a scenario from a seed: a disk, raw or in a qcow2 image, the file with its bitmaps, and each step of a run.
 //!
 //! Invariant: a step depends only on the seed and its own number.
 
@@ -17,7 +17,9 @@ pub struct BitmapsScenario {
     pub seed: u64,
     /// The disk.
     pub disk: SimOptions,
-    /// The file with the bitmaps.
+    /// The binary logarithm of the bytes of a cluster, if the disk is in a qcow2 image.
+    pub qcow2: Option<u32>,
+    /// The file with the bitmaps of a raw disk.
     pub file: SimOptions,
     /// Faults of the disk and of the file.
     pub faults: [Faults; 2],
@@ -67,6 +69,10 @@ pub enum BitmapsAction {
     Clear,
     /// The bitmap is removed, or added again.
     Remove,
+    /// The bitmap records no more, or again.
+    Switch,
+    /// Regions rest, or those that rest are closed.
+    Cool,
 }
 
 impl BitmapsScenario {
@@ -84,9 +90,12 @@ impl BitmapsScenario {
         let cut = random.pick(&[0, 512, 1536]).unwrap_or(0);
         let disk = some_disk(&mut random, DISK_BYTES - cut);
         let file = some_disk(&mut random, 0);
+        // Not one of the numbers above: the seeds of raw disks are those of before.
+        let qcow2 = Random::part(seed, u64::MAX - 2).pick(&[None, None, Some(9), Some(12)]);
         Self {
             seed,
             disk,
+            qcow2: qcow2.flatten(),
             file: SimOptions { grows: true, ..file },
             faults,
             granularity: random.pick(&[512, 4096, 16 << 10]).unwrap_or(4096),
@@ -107,14 +116,16 @@ impl BitmapsScenario {
             0..220 => BitmapsAction::Write(range),
             220..240 => BitmapsAction::Zero(range),
             240..260 => BitmapsAction::Discard(range),
-            260..300 => BitmapsAction::Flush,
+            260..280 => BitmapsAction::Flush,
+            280..300 => BitmapsAction::Cool,
             300..650 => BitmapsAction::Work,
             650..940 => BitmapsAction::Poll,
             940..955 => BitmapsAction::Reopen(End::Cut),
             955..965 => BitmapsAction::Reopen(End::Kill),
             965..980 => BitmapsAction::Reopen(End::Close),
             980..985 => BitmapsAction::Foreign(range),
-            985..995 => BitmapsAction::Clear,
+            985..990 => BitmapsAction::Clear,
+            990..995 => BitmapsAction::Switch,
             _ => BitmapsAction::Remove,
         };
         (action, random)
@@ -135,6 +146,6 @@ mod tests {
                 assert!(range.len > 0 && range.end() <= bytes, "{range:?}");
             }
         };
-        assert_eq!(kinds_of_steps(20, step, check), 10);
+        assert_eq!(kinds_of_steps(20, step, check), 12);
     }
 }

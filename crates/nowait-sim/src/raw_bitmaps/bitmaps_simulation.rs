@@ -1,4 +1,4 @@
-//! A raw disk with a bitmap that is written to, closed, killed and cut off, to which steps are applied.
+//! A disk with a bitmap that is written to, closed, killed and cut off, to which steps are applied.
 //!
 //! Invariant: whenever the disk is opened, each granule that is not as it was when the bitmap began is dirty, and after an
 //! end in order no other bit is set than those of then. The bitmap is never lost.
@@ -10,14 +10,15 @@ use std::time::Duration;
 
 use nowait::sim::{Faults, Random, SimDevice, SimQueue};
 use nowait::{
-    BlockDevice, BlockMap, BlockingFile, ByteRange, Direct, Error, Flags, Op, OpenOptions, Request,
-    SimStorage, SingleDisk, WorkerPool,
+    BlockDevice, BlockMap, BlockingFile, ByteRange, Completion, Direct, Error, Flags, Op,
+    OpenOptions, Request, SimStorage, SingleDisk, WorkerPool,
 };
 use nowait_image::bitmap_changes::NewBitmap;
-use nowait_image::{BitmapBits, SimRawDisk, SimRawImage};
+use nowait_image::{BitmapBits, RestingRegions, SimRawDisk};
 
 use crate::coroutines::Coroutines;
 use crate::model::Violation;
+use crate::raw_bitmaps::bitmaps_disk::{BitmapsDisk, OpenDisk};
 use crate::raw_bitmaps::bitmaps_scenario::{BitmapsAction, BitmapsScenario, End};
 use crate::raw_bitmaps::recorded_bits::{RecordedBits, is_set};
 use crate::simulation::Counts;
@@ -36,15 +37,28 @@ type Job = Box<dyn FnOnce() -> Result<(), String>>;
 struct Known {
     /// The disk when the bitmap began to record, unless it is removed.
     base: Option<Vec<u8>>,
+    /// Whether it records no more.
+    is_disabled: bool,
+    /// The granules that had changed when it last ceased to record.
+    changed: Vec<u64>,
     /// The bits on storage, where nothing but these is right.
     exact: Option<Vec<u8>>,
 }
 
+/// A process has regions of its bitmaps cool.
+enum Cooling {
+    /// A worker of its own is at it.
+    Busy,
+    /// Some may rest.
+    Idle(Option<RestingRegions>),
+}
+
 /// A process that has the disk open.
 struct Running {
-    image: SimRawImage,
+    image: OpenDisk,
     engine: Engine,
     bits: Option<Arc<RecordedBits>>,
+    cooling: Rc<RefCell<Cooling>>,
 }
 
 /// The simulation.
@@ -75,7 +89,7 @@ impl BitmapsSimulation {
     /// The devices could not be opened.
     pub fn new(scenario: BitmapsScenario) -> Result<Self, Violation> {
         let mut simulation = Self {
-            disk: Arc::new(SimDevice::new(scenario.disk)),
+            disk: BitmapsDisk::device(scenario.disk, scenario.qcow2).map_err(wrong)?,
             file: Arc::new(SimDevice::new(scenario.file)),
             running: None,
             threads: Coroutines::new(scenario.workers),
@@ -96,34 +110,43 @@ impl BitmapsSimulation {
     }
 
     /// The disk as one process sees it.
-    fn process(&self) -> SimRawDisk {
-        SimRawDisk::new(&self.disk, &self.file)
+    fn process(&self) -> BitmapsDisk {
+        match self.scenario.qcow2 {
+            Some(_) => BitmapsDisk::Qcow2(self.disk.clone()),
+            None => BitmapsDisk::Raw(Box::new(SimRawDisk::new(&self.disk, &self.file))),
+        }
     }
 
-    fn content(&self) -> Vec<u8> {
-        let mut bytes = vec![0; self.scenario.disk.bytes as usize];
-        self.disk.peek(0, 0, &mut bytes);
-        bytes
+    /// The content of the disk, which is not open, or not in an image.
+    fn content(&self) -> Result<Vec<u8>, Violation> {
+        self.without_faults();
+        let BitmapsScenario { disk, qcow2, .. } = &self.scenario;
+        BitmapsDisk::content(&self.disk, disk.bytes, qcow2.is_some()).map_err(wrong)
+    }
+
+    fn without_faults(&self) {
+        for device in [&self.disk, &self.file] {
+            device.set_faults(Faults::default());
+        }
     }
 
     /// Adds the bitmap, without faults.
     fn add(&mut self) -> Result<(), Violation> {
         let granularity = self.scenario.granularity;
         let new = NewBitmap { name: NAME.into(), granularity, enabled: true };
-        self.process().place().add(&new).map_err(wrong)?;
-        self.known = Known { base: Some(self.content()), exact: None };
+        self.process().add(&new).map_err(wrong)?;
+        self.known = Known { base: Some(self.content()?), ..Known::default() };
         Ok(())
     }
 
     /// Opens the disk, and checks the bitmap.
     fn open(&mut self) -> Result<(), Violation> {
-        for device in [&self.disk, &self.file] {
-            device.set_faults(Faults::default());
-        }
+        self.without_faults();
+        let content = self.content()?;
         let options = OpenOptions::new().cache_holes(self.scenario.cache_holes);
         let image = self.process().open(options).map_err(wrong)?;
         let bits = self.stored_bits(&image)?.map(Arc::new);
-        self.check(bits.as_deref())?;
+        self.check(bits.as_deref(), &content)?;
         if let (Some(bits), Some(store)) = (&bits, image.store()) {
             let bits: Arc<dyn BitmapBits> = bits.clone();
             store.attach(NAME, &bits);
@@ -132,7 +155,8 @@ impl BitmapsSimulation {
         let device = image.device().clone();
         let engine = SingleDisk::new(device, self.workers.clone(), queue, self.scenario.config);
         let engine = engine.map_err(broken)?;
-        self.running = Some(Running { image, engine, bits });
+        let cooling = Rc::new(RefCell::new(Cooling::Idle(None)));
+        self.running = Some(Running { image, engine, bits, cooling });
         self.disk.set_faults(self.scenario.faults[0]);
         self.file.set_faults(self.scenario.faults[1]);
         Ok(())
@@ -146,17 +170,26 @@ impl BitmapsSimulation {
     }
 
     /// The bits of the bitmap of `image`, if it is there.
-    fn stored_bits(&self, image: &SimRawImage) -> Result<Option<RecordedBits>, Violation> {
+    fn stored_bits(&self, image: &OpenDisk) -> Result<Option<RecordedBits>, Violation> {
         let Some(store) = image.store() else { return Ok(None) };
         let Some(bitmap) = store.bitmaps().into_iter().next() else { return Ok(None) };
         let Some(stored) = store.stored_bits(NAME) else {
             return Err(Violation::new(format!("C75: a bitmap is lost: {bitmap:?}")));
         };
         let (size, granularity) = (self.scenario.disk.bytes, self.scenario.granularity);
-        RecordedBits::from_stored(stored, size, granularity).map(Some).map_err(wrong)
+        let bits = RecordedBits::from_stored(stored, size, granularity, bitmap.auto);
+        bits.map(Some).map_err(wrong)
     }
 
-    fn check(&mut self, bits: Option<&RecordedBits>) -> Result<(), Violation> {
+    /// The granules that are not in `now` as they were in `before`.
+    fn changed(&self, before: &[u8], now: &[u8]) -> Vec<u64> {
+        let granularity = self.scenario.granularity as usize;
+        let granules = now.chunks(granularity).zip(before.chunks(granularity)).zip(0..);
+        granules.filter(|((now, before), _)| now != before).map(|(_, granule)| granule).collect()
+    }
+
+    /// Checks the bitmap of a disk with this content.
+    fn check(&mut self, bits: Option<&RecordedBits>, content: &[u8]) -> Result<(), Violation> {
         let exact = self.known.exact.take();
         let (Some(base), Some(bits)) = (&self.known.base, bits) else {
             return match (&self.known.base, bits) {
@@ -167,15 +200,17 @@ impl BitmapsSimulation {
                 })),
             };
         };
+        if bits.is_enabled() == self.known.is_disabled {
+            return Err(Violation::new("C77: a bitmap records again, or no more".to_owned()));
+        }
         let bits = bits.all();
-        let granularity = self.scenario.granularity as usize;
-        let now = self.content();
-        let granules = now.chunks(granularity).zip(base.chunks(granularity));
-        for ((now, before), granule) in granules.zip(0..) {
-            if now != before && !is_set(&bits, granule) {
-                let what = format!("C74, C93: granule {granule} has changed and is clean");
-                return Err(Violation::new(what));
-            }
+        let mut changed = self.known.changed.clone();
+        if !self.known.is_disabled {
+            changed.extend(self.changed(base, content));
+        }
+        if let Some(granule) = changed.iter().find(|granule| !is_set(&bits, **granule)) {
+            let what = format!("C74, C93: granule {granule} has changed and is clean");
+            return Err(Violation::new(what));
         }
         match exact {
             Some(exact) if exact != bits => {
@@ -206,7 +241,8 @@ impl BitmapsSimulation {
                 self.open()?;
             }
             BitmapsAction::Foreign(range) => {
-                if self.end_process(End::Close, random)? {
+                // A program that does not know bitmaps clears the bits by which it is noticed in an image.
+                if self.end_process(End::Close, random)? && self.scenario.qcow2.is_none() {
                     self.write_elsewhere(range, random)?;
                     self.known.exact = None;
                 }
@@ -214,6 +250,8 @@ impl BitmapsSimulation {
             }
             BitmapsAction::Clear => self.clear(random)?,
             BitmapsAction::Remove => self.remove(random)?,
+            BitmapsAction::Switch => self.switch(random)?,
+            BitmapsAction::Cool => self.cool()?,
         }
         let violations = [&self.disk, &self.file].map(|device| device.take_violations());
         violations.into_iter().flatten().next().map_or(Ok(()), |what| Err(Violation::new(what)))
@@ -221,7 +259,7 @@ impl BitmapsSimulation {
 
     /// A client of the disk changes it.
     fn change(&mut self, op: Op, range: ByteRange, random: &mut Random) -> Result<(), Violation> {
-        let Some(Running { engine, bits, .. }) = &mut self.running else { return Ok(()) };
+        let Some(Running { engine, .. }) = &mut self.running else { return Ok(()) };
         if engine.in_flight() >= self.scenario.depth {
             return Ok(());
         }
@@ -235,22 +273,49 @@ impl BitmapsSimulation {
             engine.submit_no_data(io, 0).map_err(|rejected| rejected.error)
         };
         match submitted {
-            Err(error) if error.errno() == libc::EAGAIN => return Ok(()),
-            Err(error) => return Err(Violation::new(format!("a request is refused: {error}"))),
-            Ok(()) => {}
+            Err(error) if error.errno() != libc::EAGAIN => {
+                Err(Violation::new(format!("a request is refused: {error}")))
+            }
+            _ => Ok(()),
         }
-        if let Some(bits) = bits.as_ref().filter(|_| range.len > 0) {
-            bits.mark(range);
+    }
+
+    /// Takes what has completed, and marks it; what an error has left behind, the content of the disk tells.
+    fn poll(&mut self) -> Result<(), Violation> {
+        let Some(Running { engine, bits, .. }) = &mut self.running else { return Ok(()) };
+        engine.wait(Some(Duration::ZERO), &mut |_, _| {}).map_err(broken)?;
+        while let Some(Completion { io, .. }) = engine.next() {
+            if let Some(bits) = bits.as_ref().filter(|_| io.op.changes() && io.range.len > 0) {
+                bits.mark(io.range);
+            }
         }
         Ok(())
     }
 
-    /// Takes what has completed; what an error has left behind, the content of the disk tells.
-    fn poll(&mut self) -> Result<(), Violation> {
-        let Some(Running { engine, .. }) = &mut self.running else { return Ok(()) };
-        engine.wait(Some(Duration::ZERO), &mut |_, _| {}).map_err(broken)?;
-        while engine.next().is_some() {}
-        Ok(())
+    /// Has open regions rest, or closes those that do, while requests go on.
+    fn cool(&mut self) -> Result<(), Violation> {
+        let Some(Running { image, engine, cooling, .. }) = &self.running else { return Ok(()) };
+        let Some(store) = image.store().cloned() else { return Ok(()) };
+        let before = std::mem::replace(&mut *cooling.borrow_mut(), Cooling::Busy);
+        let Cooling::Idle(resting) = before else { return Ok(()) };
+        let in_flight = engine.changes_in_flight(engine.device());
+        let cooling = cooling.clone();
+        let job = move || {
+            let resting = match resting {
+                None => store.rest(),
+                Some(resting) => {
+                    // After an error the bits are more than those of the changes.
+                    let _ = store.cool(resting, &in_flight);
+                    None
+                }
+            };
+            *cooling.borrow_mut() = Cooling::Idle(resting);
+        };
+        self.threads.start(job).map_err(wrong)
+    }
+
+    fn is_cooling(&self) -> bool {
+        self.running.as_ref().is_some_and(|it| matches!(*it.cooling.borrow(), Cooling::Busy))
     }
 
     /// Runs a worker, one that is paused or one with a new job.
@@ -267,7 +332,9 @@ impl BitmapsSimulation {
     fn settle(&mut self, random: &mut Random) -> Result<(), Violation> {
         for _ in 0..SETTLE_STEPS {
             self.poll()?;
-            if self.running.as_ref().is_none_or(|running| running.engine.in_flight() == 0) {
+            let is_idle =
+                self.running.as_ref().is_none_or(|running| running.engine.in_flight() == 0);
+            if is_idle && !self.is_cooling() {
                 return Ok(());
             }
             self.work(random)?;
@@ -282,10 +349,11 @@ impl BitmapsSimulation {
             return Ok(false);
         }
         self.settle(random)?;
-        let Some(Running { image, engine, bits }) = self.running.take() else { return Ok(false) };
+        let Some(Running { image, engine, bits, .. }) = self.running.take() else {
+            return Ok(false);
+        };
         drop(engine);
-        let closed =
-            self.run_job(Box::new(|| image.close().map_err(|it| it.to_string())), random)?;
+        let closed = self.run_job(Box::new(|| image.close()), random)?;
         if closed == Some(Ok(())) {
             self.known.exact = bits.map(|bits| bits.all());
             if random.below(4) == 0 {
@@ -355,9 +423,7 @@ impl BitmapsSimulation {
 
     /// Another program writes `range`, durably.
     fn write_elsewhere(&self, range: ByteRange, random: &mut Random) -> Result<(), Violation> {
-        for device in [&self.disk, &self.file] {
-            device.set_faults(Faults::default());
-        }
+        self.without_faults();
         let options = OpenOptions::new().direct(Direct::Off);
         let storage = Arc::new(SimStorage::open(&self.disk, 0, options));
         let device = Arc::new(BlockDevice::raw(storage, options).map_err(broken)?);
@@ -374,21 +440,66 @@ impl BitmapsSimulation {
             return self.open();
         }
         let (process, before) = (self.process(), self.known.clone());
-        let job: Job = Box::new(move || process.place().clear(NAME).map_err(|it| it.to_string()));
-        let cleared = self.run_job(job, random)?;
-        let (base, none) = (Some(self.content()), vec![0; self.bits_bytes()]);
+        let cleared = self.run_job(Box::new(move || process.clear(NAME)), random)?;
+        let (base, none) = (Some(self.content()?), vec![0; self.bits_bytes()]);
+        let after = Known { base, changed: Vec::new(), exact: None, ..before.clone() };
         if cleared == Some(Ok(())) {
-            self.known = Known { base, exact: Some(none) };
+            self.known = Known { exact: Some(none), ..after };
             return self.open();
         }
         // It is cleared or not.
-        self.known = Known { exact: None, ..before.clone() };
+        self.known = Known { exact: None, ..before };
         let Err(not_before) = self.open() else { return Ok(()) };
         self.die(End::Kill, random)?;
-        self.known = Known { base, exact: None };
+        self.known = after;
         self.open()?;
         let bits = self.running.as_ref().and_then(|running| running.bits.as_ref());
         if bits.is_some_and(|bits| bits.all() == none) { Ok(()) } else { Err(not_before) }
+    }
+
+    /// Has the bitmap record no more, or again.
+    fn switch(&mut self, random: &mut Random) -> Result<(), Violation> {
+        self.settle(random)?;
+        let Some(Running { image, bits: Some(bits), .. }) = &self.running else { return Ok(()) };
+        let Some(store) = image.store().cloned() else { return Ok(()) };
+        let is_disabled = !self.known.is_disabled;
+        bits.enable(!is_disabled);
+        let file = BlockingFile::new(image.device().clone());
+        // A write that is not durable may be lost, and is not in a bitmap that did not record.
+        let job: Job = Box::new(move || {
+            let done = file.flush().and_then(|()| store.store());
+            done.map_err(|error| error.to_string())
+        });
+        let is_done = self.run_job(job, random)? == Some(Ok(()));
+        let goes_on = is_done && self.scenario.qcow2.is_none();
+        if !goes_on {
+            // The content of an image is seen when it is not open.
+            self.die(End::Kill, random)?;
+        }
+        self.known.exact = None;
+        let before = self.known.clone();
+        self.switched(is_disabled)?;
+        if goes_on {
+            return Ok(());
+        }
+        match self.open() {
+            Err(_) if !is_done => {
+                self.known = before;
+                self.open()
+            }
+            opened => opened,
+        }
+    }
+
+    /// The bitmap records no more from now on, or again.
+    fn switched(&mut self, is_disabled: bool) -> Result<(), Violation> {
+        let content = self.content()?;
+        let base = self.known.base.clone().unwrap_or_default();
+        let changed = if is_disabled { self.changed(&base, &content) } else { Vec::new() };
+        self.known.changed.extend(changed);
+        self.known.is_disabled = is_disabled;
+        self.known.base = Some(content);
+        Ok(())
     }
 
     fn bits_bytes(&self) -> usize {
@@ -404,14 +515,11 @@ impl BitmapsSimulation {
         let is_there = self.known.base.is_some();
         let granularity = self.scenario.granularity;
         let new = NewBitmap { name: NAME.into(), granularity, enabled: true };
-        let job: Job = Box::new(move || {
-            let place = process.place();
-            let changed = if is_there { place.remove(NAME) } else { place.add(&new) };
-            changed.map_err(|error| error.to_string())
-        });
+        let job: Job =
+            Box::new(move || if is_there { process.remove(NAME) } else { process.add(&new) });
         let done = self.run_job(job, random)?;
-        let content = self.content();
-        let after = Known { base: Some(content).filter(|_| !is_there), exact: None };
+        let content = self.content()?;
+        let after = Known { base: Some(content).filter(|_| !is_there), ..Known::default() };
         if done == Some(Ok(())) {
             self.known = after;
             return self.open();

@@ -3,6 +3,7 @@
 //! Invariant: all that was marked is there until the process ends.
 
 use std::io::{self, Read};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use nowait::ByteRange;
@@ -12,6 +13,7 @@ use nowait_image::BitmapBits;
 pub struct RecordedBits {
     bits: Mutex<Vec<u8>>,
     granularity: u64,
+    is_enabled: AtomicBool,
 }
 
 /// Whether bit `number` of `bits` is set.
@@ -25,15 +27,28 @@ impl RecordedBits {
     ///
     /// # Errors
     /// That of a read.
-    pub fn from_stored<R: Read>(mut stored: R, size: u64, granularity: u64) -> io::Result<Self> {
+    pub fn from_stored<R: Read>(
+        mut stored: R,
+        size: u64,
+        granularity: u64,
+        enabled: bool,
+    ) -> io::Result<Self> {
         let mut bits = Vec::new();
         stored.read_to_end(&mut bits)?;
         bits.resize(size.div_ceil(granularity).div_ceil(8) as usize, 0);
-        Ok(Self { bits: Mutex::new(bits), granularity })
+        Ok(Self { bits: Mutex::new(bits), granularity, is_enabled: AtomicBool::new(enabled) })
     }
 
-    /// Marks `range`, which is not empty.
+    /// Changes are recorded from now on, or no more.
+    pub fn enable(&self, enabled: bool) {
+        self.is_enabled.store(enabled, Ordering::SeqCst);
+    }
+
+    /// Marks `range`, which is not empty, if changes are recorded.
     pub fn mark(&self, range: ByteRange) {
+        if !self.is_enabled() {
+            return;
+        }
         let mut bits = self.bits.lock().unwrap_or_else(PoisonError::into_inner);
         for number in range.pos / self.granularity..range.end().div_ceil(self.granularity) {
             if let Some(byte) = bits.get_mut((number / 8) as usize) {
@@ -51,7 +66,7 @@ impl RecordedBits {
 
 impl BitmapBits for RecordedBits {
     fn is_enabled(&self) -> bool {
-        true
+        self.is_enabled.load(Ordering::SeqCst)
     }
 
     fn copy(&self, at: u64, memory: &mut [u8]) {

@@ -400,6 +400,15 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         self.dispatcher.in_use_of(device.attached())
     }
 
+    /// Ranges of the writes, discards and zeroings of `device` that were accepted and not yet given back. It looks at every
+    /// slot of the engine.
+    #[must_use]
+    pub fn changes_in_flight(&self, device: &DeviceHandle<M>) -> Vec<ByteRange> {
+        let slots = self.dispatcher.requests().pool().slots_in_use();
+        let changes = slots.filter(|slot| slot.device() == device.index() && slot.io.op.changes());
+        changes.map(|slot| slot.io.range).collect()
+    }
+
     /// Device and tag of each request in flight, as in [`Completion::device`] and [`Completion::tag`]. It
     /// looks at every slot of the engine.
     pub fn tags_in_flight(&self) -> impl Iterator<Item = (u32, u64)> {

@@ -6,15 +6,15 @@
 
 use std::io;
 
+use crate::error::ImageError;
 use crate::formats::qcow2::bitmap_marks::write_autoclear;
 use crate::formats::qcow2::header::{
-    AUTOCLEAR_BITMAPS, BITMAPS_BYTES as FIELDS, BitmapDirectory, EXTENSION_BITMAPS, Header,
-    V3_BYTES, be32, be64,
+    AUTOCLEAR_BITMAPS, BITMAPS_BYTES as FIELDS, BitmapDirectory, EXTENSION_BITMAPS,
+    EXTENSION_SPARE, Header, V3_BYTES, be32, be64,
 };
 use crate::image_file::ImageFile;
+use crate::injected_bug::{self, ImageBug};
 
-/// The type of an extension that holds the place of one that was removed: programs skip what they do not know.
-const EXTENSION_SPARE: u32 = 0x6e6f_7761;
 const EXTENSION_END: u32 = 0;
 /// Bytes of a type and a length.
 const HEAD: usize = 8;
@@ -23,6 +23,18 @@ const BACKING_AT: usize = 8;
 const LENGTH_AT: usize = 100;
 /// Bytes that storage writes whole or not at all.
 const SECTOR: usize = 512;
+
+/// Has what the header says of bitmaps be durable, before the disk of the image is changed: a removal that a kill has cut off, or a
+/// bitmap that was disabled, could otherwise come undone by a loss of power, without what was changed since.
+///
+/// # Errors
+/// The errno of the sync.
+pub(crate) fn settle_bitmaps(file: &ImageFile, header: &Header) -> Result<(), ImageError> {
+    if !header.had_bitmaps || injected_bug::injected(ImageBug::ForgetRemoval) {
+        return Ok(());
+    }
+    file.sync().map_err(|error| ImageError::os(file.path(), "sync its bitmaps", &error))
+}
 
 /// Writes `directory`, which is durable, to the header of the image in `file`; `None` removes the extension. Durable when
 /// this returns.

@@ -60,6 +60,8 @@ pub(crate) const EXTENSION_BITMAPS: u32 = 0x2385_2875;
 
 /// The state of the disk in an external raw data file; of this program.
 pub(crate) const EXTENSION_DISK_STATE: u32 = 0x6e6f_7762;
+/// The type of an extension that holds the place of a list of bitmaps that was removed: programs skip what they do not know.
+pub(crate) const EXTENSION_SPARE: u32 = 0x6e6f_7761;
 
 /// Bytes of the extension for bitmaps, and of that for the state of the disk.
 pub(crate) const BITMAPS_BYTES: usize = 24;
@@ -123,6 +125,8 @@ pub struct Header {
     /// Whether there is such a directory that cannot be relied on: a program that does not know bitmaps has written to the
     /// image.
     pub has_stale_bitmaps: bool,
+    /// Whether there is or was a directory: what the header says of it may be of a change that a kill has cut off.
+    pub(crate) had_bitmaps: bool,
     /// The state of the disk in its data file, as this program has noted it.
     pub(crate) disk_state: Option<[u8; BITMAPS_BYTES]>,
     /// 0 none, 1 AES, 2 LUKS.
@@ -166,6 +170,7 @@ impl Header {
             compression: Compression::Deflate,
             bitmaps: None,
             has_stale_bitmaps: false,
+            had_bitmaps: false,
             disk_state: None,
             encryption: 0,
             is_snapshot: false,
@@ -247,6 +252,7 @@ impl Header {
             compression: Compression::Deflate,
             bitmaps: None,
             has_stale_bitmaps: false,
+            had_bitmaps: false,
             disk_state: None,
             encryption: be32(bytes, 32),
             is_snapshot: false,
@@ -354,6 +360,7 @@ impl Header {
             else {
                 return Err("its header is damaged: an extension that does not fit".into());
             };
+            self.had_bitmaps |= matches!(kind, EXTENSION_BITMAPS | EXTENSION_SPARE);
             match kind {
                 EXTENSION_BACKING_FORMAT => {
                     format = Some(String::from_utf8_lossy(data).into_owned());

@@ -10,6 +10,7 @@ use crate::error::{ImageError, os_message};
 use crate::formats::chain_reader::ChainReader;
 use crate::formats::driver::{CommitTerms, Committed, Overlay};
 use crate::formats::layer::Layer;
+use crate::formats::qcow2::bitmap_slot::settle_bitmaps;
 use crate::formats::qcow2::content::header_of;
 use crate::formats::qcow2::editor::{Editor, check_editable};
 use crate::formats::qcow2::entries::Cluster;
@@ -79,16 +80,15 @@ pub(crate) fn commit(
     Ok(done)
 }
 
-/// Refuses to change an image with bitmaps, which would not say so.
+/// Refuses to change an image with bitmaps, which would not say so. That it has none any more is durable then.
 fn refuse_bitmaps(layer: &Layer) -> Result<(), ImageError> {
-    match layer.header().and_then(|header| header.bitmaps) {
-        None => Ok(()),
-        Some(_) => {
-            let why = "it has dirty bitmaps, which a commit does not keep up to date (remove them with qemu-img bitmap \
-                       --remove)";
-            Err(ImageError::refused(layer.file.path(), why))
-        }
+    let Some(header) = layer.header() else { return Ok(()) };
+    if header.bitmaps.is_some() {
+        let why = "it has dirty bitmaps, which a commit does not keep up to date (remove them with qemu-img bitmap \
+                   --remove)";
+        return Err(ImageError::refused(layer.file.path(), why));
     }
+    settle_bitmaps(&layer.file, header)
 }
 
 fn empty_overlay(file: &ImageFile, header: &Header) -> Result<(), ImageError> {
