@@ -238,12 +238,6 @@ pub(crate) struct ThreadPool<J: WorkItem> {
 }
 
 impl<J: WorkItem> ThreadPool<J> {
-    /// A pool of at most `limit` threads for one device, which may use all of them; 1 to 1024, and
-    /// what is outside is taken as the nearer bound.
-    pub(crate) fn new(limit: u32, run: impl Fn(&mut Vec<J>) + Send + Sync + 'static) -> Self {
-        Self::with(Bounds::of_one_device(limit), run)
-    }
-
     /// A pool of at most `limit` threads for many devices; 1 to 1024, and what is outside is taken
     /// as the nearer bound. Three quarters of them run jobs of one device. Threads whose jobs have
     /// run for more than [`STUCK`] while others waited do not count, but at most [`MAX_STUCK`] of
@@ -332,7 +326,7 @@ impl<J> Shared<J> {
 impl<J: WorkItem> ThreadPool<J> {
     /// A pool without threads, whose jobs wait for [`ThreadPool::take`].
     pub(crate) fn manual(run: impl Fn(&mut Vec<J>) + Send + Sync + 'static) -> Self {
-        let pool = Self::new(1, run);
+        let pool = Self::of_devices(1, run);
         pool.shared.lock().manual = Some(VecDeque::new());
         pool
     }

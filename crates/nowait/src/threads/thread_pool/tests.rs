@@ -218,7 +218,7 @@ fn c40_every_job_runs_once_on_no_more_threads_than_the_limit() {
         ran2.fetch_add(job, Ordering::SeqCst);
         now2.fetch_sub(1, Ordering::SeqCst);
     });
-    let pool = ThreadPool::new(3, run);
+    let pool = ThreadPool::with(Bounds::of_one_device(3), run);
     for n in 0..100 {
         pool.push([n, n]);
     }
