@@ -257,7 +257,7 @@ fn the_client_asks_for_what_its_methods_say() {
         "start_replication 3 {\"target\":\"nbd://h/\"}",
         "replication 3",
         "stop_replication 3",
-        "add {\"name\":\"x\",\"path\":\"/y\"}",
+        "add {\"name\":\"x\",\"path\":\"/y\",\"read_only\":false}",
         "change 3 {\"size_bytes\":5}",
     ];
     assert_eq!(running.server.take_notes(), expected);

@@ -56,7 +56,6 @@ impl Request {
     }
 
     /// The value of the first header with this name in lower case.
-    #[must_use]
     pub fn header(&self, name: &str) -> Option<&str> {
         self.headers.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
