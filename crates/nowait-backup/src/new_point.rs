@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use nowait::ByteRange;
-use nowait_copy::{Error, Increment, IncrementTarget, TargetDisk};
+use nowait_copy::{Changes, Error, Increment, IncrementTarget, TargetDisk};
 use nowait_image::ClusterCompressor;
 
 use crate::block::{block_bytes_of, compressor, sum_of};
@@ -121,7 +121,7 @@ impl NewPoint {
     #[must_use]
     pub fn increment(&self) -> Option<Increment> {
         let bitmap = self.bitmap.clone()?;
-        Some(Increment { bitmap, target: IncrementTarget::InPlace })
+        Some(Increment { changes: Changes::Bitmap(bitmap), target: IncrementTarget::InPlace })
     }
 
     /// The point, when it is made.

@@ -173,11 +173,11 @@ impl BenchArgs {
     /// # Errors
     /// A message for the user.
     pub fn check(&self) -> Result<(), String> {
-        use What::{Copy, Images, Isolation, Library, Nowait, Peers};
+        use What::{Backup, Copy, Images, Isolation, Library, Nowait, Peers};
         let what = self.what;
         let is = |allowed: &[What]| allowed.contains(&what);
-        let of_tables = "all but copy, library, images and isolation";
-        let is_of_tables = !is(&[Copy, Library, Images, Isolation]);
+        let of_tables = "all but copy, library, images, isolation and backup";
+        let is_of_tables = !is(&[Copy, Library, Images, Isolation, Backup]);
         let options = [
             (self.directory.is_some(), is(&[Copy, Library]), "--directory", "copy and library"),
             (!self.device.is_empty(), is(&[Nowait]), "--device", "nowait"),
@@ -227,6 +227,10 @@ pub enum What {
     /// one that takes 100 ms a request, one that fails every request, and a client that floods. The disks are on a
     /// FUSE file system
     Isolation,
+    /// The cost of backups for the writers: dirty bitmaps in memory and stored, and old bytes that are copied before they are
+    /// overwritten, each divided by the same server without; of nowait and qemu-storage-daemon, on images of 128M that
+    /// are made for it in $TMPDIR or /var/tmp
+    Backup,
     /// The engine's simple path on and off: 4K random
     Simple,
     /// Writes completed by the thread that reaps them, and by a detour over another
@@ -246,7 +250,7 @@ pub enum What {
     Log,
     /// The engine on io_uring and on Linux AIO, the library's other interfaces, a bare io_uring loop and plain calls
     Engines,
-    /// All of the engine's tables: all but peers, copy, library, images and isolation
+    /// All of the engine's tables: all but peers, copy, library, images, isolation and backup
     All,
 }
 
@@ -307,6 +311,7 @@ Examples:
   nowait bench library --only 'depth 32'    the library beside compio, glommio, monoio and others
   nowait bench images                       raw, qcow2 and a chain, past the page cache
   nowait bench isolation                    a client beside neighbours that misbehave
+  nowait bench backup                       what dirty bitmaps and backups cost the writers
   nowait bench all                          each of the engine's mechanisms, on against off
   nowait bench peers --file /mnt/fast/scratch.img --overwrite --seconds 3
   nowait bench nowait --device /dev/ublkb0 --device /dev/loop0
@@ -330,9 +335,12 @@ mod tests {
         let check = |line: &str| BenchArgs::try_parse_from(line.split(' ')).unwrap().check();
         for (line, why) in [
             ("nowait-bench copy --seconds 2", "all but copy"),
-            ("nowait-bench images --file f", "all but copy, library, images and isolation"),
-            ("nowait-bench isolation --file f", "all but copy, library, images and isolation"),
-            ("nowait-bench library --file f", "all but copy, library, images and isolation"),
+            ("nowait-bench images --file f", "all but copy, library, images, isolation and backup"),
+            ("nowait-bench backup --file f", "all but copy, library, images, isolation and backup"),
+            (
+                "nowait-bench library --file f",
+                "all but copy, library, images, isolation and backup",
+            ),
             ("nowait-bench peers --size 16M", "an option of copy and library"),
             ("nowait-bench copy --peers p", "an option of library"),
             ("nowait-bench simple --caching direct", "an option of peers"),

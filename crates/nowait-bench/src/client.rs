@@ -102,20 +102,26 @@ impl Client {
         let region = Region { start: 0, bytes, block: workload.block_bytes as u64 };
         let connections = (0..connections)
             .map(|index| {
-                let (nbd, offered) = connect_options.open()?;
-                if offered.size < bytes {
-                    return Err(io::Error::other("the export is smaller than the file"));
-                }
-                if offered.flags & FLAG_READ_ONLY != 0 && workload.direction == Direction::Write {
-                    return Err(io::Error::other("the export is read-only"));
-                }
                 let first = region.blocks() * index as u64 / connections as u64;
                 let offsets = Offsets::endless(workload.order, region, first);
-                let takes_errors = connect_options.takes_errors;
-                Ok(Connection::new(nbd, workload, offsets, takes_errors))
+                Connection::open(connect_options, workload, offsets, bytes)
             })
             .collect::<io::Result<_>>()?;
         Ok(Client { connections })
+    }
+
+    /// Opens one connection whose requests are at the start of each `spacing` bytes of the first `bytes` of the export,
+    /// each once, in the order of the workload. An interval is over when all are answered.
+    pub(crate) fn of_firsts(
+        connect_options: &ConnectOptions<'_>,
+        workload: &Workload,
+        bytes: u64,
+        spacing: u64,
+    ) -> io::Result<Client> {
+        let region = Region { start: 0, bytes, block: spacing };
+        let offsets = Offsets::once(workload.order, region, 0);
+        let connection = Connection::open(connect_options, workload, offsets, bytes)?;
+        Ok(Client { connections: vec![connection] })
     }
 
     /// The socket of its only connection.
@@ -169,6 +175,9 @@ impl Load for Client {
             for connection in &mut self.connections {
                 connection.send(now)?;
             }
+            if self.connections.iter().all(|it| it.in_flight() == 0) {
+                return Ok(Interval { requests, elapsed: now - begin });
+            }
         }
     }
 
@@ -205,19 +214,28 @@ struct Connection {
 }
 
 impl Connection {
-    fn new(
-        nbd: client::Connection,
+    /// Connects to an export of at least `bytes` bytes.
+    fn open(
+        connect_options: &ConnectOptions<'_>,
         workload: &Workload,
         offsets: Offsets,
-        takes_errors: bool,
-    ) -> Connection {
+        bytes: u64,
+    ) -> io::Result<Connection> {
+        let (nbd, offered) = connect_options.open()?;
+        if offered.size < bytes {
+            return Err(io::Error::other("the export is smaller than the file"));
+        }
+        if offered.flags & FLAG_READ_ONLY != 0 && workload.direction == Direction::Write {
+            return Err(io::Error::other("the export is read-only"));
+        }
+        let takes_errors = connect_options.takes_errors;
         let data_bytes = match workload.direction {
             Direction::Read => workload.block_bytes as u64,
             Direction::Write => 0,
         };
         let (sent, free) = (vec![None; workload.depth], (0..workload.depth).rev().collect());
         let slots = Slots { data_bytes, takes_errors, sent, free };
-        Connection { nbd, batch: Batch::new(workload), slots, offsets }
+        Ok(Connection { nbd, batch: Batch::new(workload), slots, offsets })
     }
 
     fn in_flight(&self) -> usize {
@@ -228,9 +246,10 @@ impl Connection {
     /// take a while.
     fn send(&mut self, now: Instant) -> io::Result<()> {
         let mut count = 0;
-        while let Some(slot) = self.slots.free.pop() {
-            // The offsets are endless.
-            let Some(position) = self.offsets.next() else { break };
+        while !self.slots.free.is_empty()
+            && let Some(position) = self.offsets.next()
+            && let Some(slot) = self.slots.free.pop()
+        {
             self.batch.set(count, slot as u64, position);
             self.slots.sent[slot] = Some(now);
             count += 1;

@@ -1,6 +1,6 @@
 //! Benchmarks: nowait compared with the other NBD servers of this host, each mechanism of the
-//! engine on against off, copies of disks by several programs, the library's files beside those of other runtimes, and a client beside neighbours that
-//! misbehave. No figure is reported without one to compare it with.
+//! engine on against off, copies of disks by several programs, the library's files beside those of other runtimes, a client beside neighbours that
+//! misbehave, and what backups cost the writers. No figure is reported without one to compare it with.
 //!
 //! For the program `nowait-bench`, and for its tests.
 //!
@@ -41,6 +41,7 @@ mod peers;
 mod copying;
 mod library;
 mod isolation;
+mod backup;
 mod ablation;
 
 use std::io::Write;
@@ -65,6 +66,7 @@ pub fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
         What::Copy => copying::run(bench, out),
         What::Library => library::run(bench, out),
         What::Isolation => isolation::run(bench, out),
+        What::Backup => backup::run(bench, out),
         What::Nowait if !bench.args.device.is_empty() => ablation::run_devices(bench, out),
         _ => ablation::run(bench, out),
     }

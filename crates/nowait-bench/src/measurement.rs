@@ -34,7 +34,7 @@ pub(crate) struct Runner<'a> {
     /// The certificates for the tables over TLS.
     certificates: Certificates,
     /// A directory for sockets and messages.
-    scratch: TempDir,
+    pub(crate) scratch: TempDir,
     duration: Duration,
     stop: &'a CancelFlag,
 }
@@ -59,15 +59,25 @@ impl<'a> Runner<'a> {
         (terms, connections): (Conditions, usize),
     ) -> io::Result<Sample> {
         let queues = if terms.transport == Transport::VhostUser { connections } else { 1 };
+        let places = (&self.certificates, self.scratch.path());
+        let start = || Server::start(program, target, terms, queues, places);
+        let on = (terms, connections);
+        self.at_server(queues, start, |server| self.measure(server, program, target, workload, on))
+    }
+
+    /// Starts a server on its processor, or on both for several `queues`, and has it measured on that of the client.
+    pub(crate) fn at_server<T: Send>(
+        &self,
+        queues: usize,
+        start: impl FnOnce() -> io::Result<Server> + Send,
+        measure: impl FnOnce(&mut Server) -> io::Result<T> + Send,
+    ) -> io::Result<T> {
         thread::scope(|scope| {
             let measurement = scope.spawn(|| {
                 self.placement.pin_to_server_cpus(queues)?;
-                let places = (&self.certificates, self.scratch.path());
-                let mut server = Server::start(program, target, terms, queues, places)?;
+                let mut server = start()?;
                 self.placement.pin_to_client_cpu()?;
-                let on = (terms, connections);
-                let sample = self.measure(&mut server, program, target, workload, on);
-                let sample = sample
+                let sample = measure(&mut server)
                     .map_err(|e| io::Error::other(format!("{e}{}", server.last_message())))?;
                 server.stop()?;
                 Ok(sample)
@@ -119,11 +129,23 @@ impl<'a> Runner<'a> {
         })
     }
 
-    fn measure_client<L: Load>(&self, mut client: L, server: &Server) -> io::Result<Sample> {
-        let mut latencies_ns = latency_histogram()?;
-        client.run_for(WARM_UP, &mut latencies_ns, self.stop)?;
-        latencies_ns.reset();
+    /// Measures `client` after a while of its load.
+    pub(crate) fn measure_client<L: Load>(
+        &self,
+        mut client: L,
+        server: &Server,
+    ) -> io::Result<Sample> {
+        client.run_for(WARM_UP, &mut latency_histogram()?, self.stop)?;
+        self.measure_warm(client, server)
+    }
 
+    /// Measures `client` from its next request on.
+    pub(crate) fn measure_warm<L: Load>(
+        &self,
+        mut client: L,
+        server: &Server,
+    ) -> io::Result<Sample> {
+        let mut latencies_ns = latency_histogram()?;
         let (server_before, client_before) = (process_ns(server.pid())?, this_threads_ns());
         let interval = client.run_for(self.duration, &mut latencies_ns, self.stop)?;
         let (server_after, client_after) = (process_ns(server.pid())?, this_threads_ns());

@@ -222,6 +222,11 @@ impl Program {
         Ok(Program { kind, path, version })
     }
 
+    /// The program without arguments.
+    pub(crate) fn command(&self) -> Command {
+        Command::new(&self.path)
+    }
+
     /// A program for tests that start none.
     #[cfg(test)]
     pub(crate) fn example(kind: ServerKind) -> Program {
@@ -311,7 +316,7 @@ impl Server {
             certificates: certificates.directory(),
         };
         let arguments = program.kind.arguments(terms, target.access, server_files);
-        Server::spawn(Command::new(&program.path).args(arguments), address, directory)
+        Server::spawn(program.command().args(arguments), address, directory)
     }
 
     /// Starts `nowait serve` for raw images with these `arguments`, with its socket and its messages in `directory`.
@@ -328,7 +333,11 @@ impl Server {
     }
 
     /// Starts `command`, which listens on `address`; its messages go to `directory`.
-    fn spawn(command: &mut Command, address: Address, directory: &Path) -> io::Result<Server> {
+    pub(crate) fn spawn(
+        command: &mut Command,
+        address: Address,
+        directory: &Path,
+    ) -> io::Result<Server> {
         let log = directory.join("messages");
         if let Address::Unix(socket) = &address {
             remove_if_there(socket)?;

@@ -94,6 +94,11 @@ impl TestImages {
         NAMES.into_iter().try_for_each(|name| drop_cached(&File::open(self.path(name))?))
     }
 
+    /// Adds a dirty bitmap to the qcow2 image, or removes it, by the `action` of `qemu-img bitmap`.
+    pub(crate) fn bitmap(&self, action: &str, name: &str) -> io::Result<()> {
+        self.run("qemu-img", &["bitmap", action, "qcow2", name])
+    }
+
     fn run(&self, program: &str, arguments: &[&str]) -> io::Result<()> {
         let mut command = Command::new(program);
         command.current_dir(self.directory.path()).args(arguments).stdin(Stdio::null());

@@ -73,7 +73,9 @@ pub fn run() -> u8 {
     match execute(command, config) {
         Ok(status) => status,
         Err(error) => {
-            log::write_line(tracing::Level::ERROR, &error);
+            if !error.is_silent() {
+                log::write_line(tracing::Level::ERROR, &error);
+            }
             error.status()
         }
     }

@@ -25,9 +25,12 @@ pub(crate) fn flush() -> Result<(), CliError> {
     io::stdout().flush().map_err(|error| print_failure(&error))
 }
 
-/// The failure of a write to standard output.
+/// The failure of a write to standard output; a silent one if nobody reads it any more.
 pub(crate) fn print_failure(error: &io::Error) -> CliError {
-    CliError::new(format!("standard output: {}", os_message(error)))
+    match error.kind() {
+        io::ErrorKind::BrokenPipe => CliError::of_left_reader(),
+        _ => CliError::new(format!("standard output: {}", os_message(error))),
+    }
 }
 
 /// A progress bar in the style of `template`, in the syntax of indicatif.

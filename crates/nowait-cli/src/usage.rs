@@ -11,8 +11,7 @@ use clap::{CommandFactory, Parser};
 use tracing::Level;
 
 use crate::args::{CHECK_USAGE_STATUS, Cli, Command, USAGE_STATUS};
-use crate::habits;
-use nowait_daemon::error::os_message;
+use crate::{habits, output};
 use nowait_daemon::process::log;
 
 /// The limit of typing errors up to which an option is suggested, and the number of letters that an
@@ -55,11 +54,11 @@ fn end(error: &clap::Error, command: String) -> u8 {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => match error.print() {
             Ok(()) => 0,
             Err(error) => {
-                log::write_line(
-                    Level::ERROR,
-                    format_args!("standard output: {}", os_message(&error)),
-                );
-                1
+                let failure = output::print_failure(&error);
+                if !failure.is_silent() {
+                    log::write_line(Level::ERROR, &failure);
+                }
+                failure.status()
             }
         },
         // Without any argument, the help is printed.

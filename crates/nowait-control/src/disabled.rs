@@ -106,13 +106,4 @@ impl ClientTransport {
     ) -> Result<T, ClientError> {
         match self.0 {}
     }
-
-    pub(crate) fn tell(
-        &self,
-        _: Verb,
-        _: &[&str],
-        _: Option<&impl Serialize>,
-    ) -> Result<(), ClientError> {
-        match self.0 {}
-    }
 }

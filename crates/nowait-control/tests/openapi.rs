@@ -4,188 +4,23 @@ use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use nowait_control::{
     AddBitmap, AddExport, AddFrontend, BackupInfo, BitmapInfo, BucketInfo, BucketLimit, Client,
-    ClientError, ConnectionInfo, ControlError, ControlledServer, EndBackup, ErrnoInfo,
-    ExportHistory, ExportInfo, FrontendInfo, HistoryInfo, HttpListener, HttpServer, LatencyInfo,
-    LimitsInfo, MergeBitmaps, MoveInfo, NbdServerInfo, OperationInfo, PastErrors, PatchBitmap,
-    PatchExport, RemovedExport, ReplicationInfo, SeriesInfo, ServerInfo, SnapshotReport,
-    SnapshotRequest, StartBackup, StartMove, StartReplication, Statistics, StoreInfo,
-    UpgradeReport, UpgradeRequest,
+    ClientError, ConnectionInfo, EndBackup, ErrnoInfo, ExportHistory, FrontendInfo, HistoryInfo,
+    HttpListener, HttpServer, LatencyInfo, LimitsInfo, MergeBitmaps, MoveInfo, NbdServerInfo,
+    OperationInfo, PastErrors, PatchBitmap, PatchExport, RemovedExport, ReplicationInfo,
+    SeriesInfo, ServerInfo, SnapshotReport, SnapshotRequest, StartBackup, StartMove,
+    StartReplication, Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
 };
 use nowait_server::BackupEnd;
+use nowait_testkit::noting_server::NotingServer;
 use serde::Serialize;
 use serde_json::Value;
 
-/// A server without disks, which notes what it is asked to do.
-#[derive(Default)]
-struct Noting(Mutex<Vec<String>>);
-
-impl Noting {
-    fn note(&self, what: String) {
-        self.0.lock().unwrap().push(what);
-    }
-}
-
-fn export() -> ExportInfo {
-    let (backup, moving) = (Some(BackupInfo::default()), Some(MoveInfo::default()));
-    let replication = Some(ReplicationInfo::default());
-    ExportInfo { id: 3, name: "a/b c".into(), backup, moving, replication, ..ExportInfo::default() }
-}
-
-impl ControlledServer for Noting {
-    fn info(&self) -> ServerInfo {
-        ServerInfo::default()
-    }
-
-    fn exports(&self) -> Vec<ExportInfo> {
-        vec![export()]
-    }
-
-    fn find(&self, name: &str) -> Option<u64> {
-        (name == "a/b c").then_some(3)
-    }
-
-    fn export(&self, id: u64) -> Result<ExportInfo, ControlError> {
-        match id {
-            3 => Ok(export()),
-            _ => Err(ControlError::NotFound("there is no such export".into())),
-        }
-    }
-
-    fn connections(&self) -> Vec<ConnectionInfo> {
-        Vec::new()
-    }
-
-    fn add(&self, export: AddExport) -> Result<ExportInfo, ControlError> {
-        self.note(format!("add {} {}", export.name, export.path));
-        Ok(ExportInfo::default())
-    }
-
-    fn remove(&self, id: u64, hard: bool) -> Result<(), ControlError> {
-        self.note(format!("remove {id} {hard}"));
-        Ok(())
-    }
-
-    fn change(&self, id: u64, change: PatchExport) -> Result<ExportInfo, ControlError> {
-        self.note(format!("change {id} {:?}", change.size_bytes));
-        Err(ControlError::Conflict("no".into()))
-    }
-
-    fn flush(&self, id: u64) -> Result<(), ControlError> {
-        self.note(format!("flush {id}"));
-        Ok(())
-    }
-
-    fn snapshot(&self, id: u64, request: SnapshotRequest) -> Result<SnapshotReport, ControlError> {
-        self.note(format!("snapshot {id} {}", request.overlay));
-        Ok(SnapshotReport::default())
-    }
-
-    fn bitmaps(&self, id: u64) -> Result<Vec<BitmapInfo>, ControlError> {
-        self.note(format!("bitmaps {id}"));
-        Ok(Default::default())
-    }
-
-    fn add_bitmap(&self, id: u64, bitmap: AddBitmap) -> Result<BitmapInfo, ControlError> {
-        self.note(format!("add_bitmap {id} {}", bitmap.name));
-        Ok(Default::default())
-    }
-
-    fn remove_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError> {
-        self.note(format!("remove_bitmap {id} {name}"));
-        Ok(())
-    }
-
-    fn clear_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError> {
-        self.note(format!("clear_bitmap {id} {name}"));
-        Ok(())
-    }
-
-    fn change_bitmap(
-        &self,
-        id: u64,
-        name: &str,
-        change: PatchBitmap,
-    ) -> Result<BitmapInfo, ControlError> {
-        self.note(format!("change_bitmap {id} {name} {:?}", change.enabled));
-        Ok(Default::default())
-    }
-
-    fn merge_bitmaps(
-        &self,
-        id: u64,
-        name: &str,
-        merge: MergeBitmaps,
-    ) -> Result<BitmapInfo, ControlError> {
-        self.note(format!("merge_bitmaps {id} {name} {:?}", merge.sources));
-        Ok(Default::default())
-    }
-
-    fn start_backup(
-        &self,
-        ids: &[u64],
-        backup: StartBackup,
-    ) -> Result<Vec<BackupInfo>, ControlError> {
-        self.note(format!("start_backup {ids:?} {:?}", backup.bitmap));
-        Ok(Default::default())
-    }
-
-    fn end_backup(&self, ids: &[u64], end: BackupEnd) -> Result<(), ControlError> {
-        self.note(format!("end_backup {ids:?} {end:?}"));
-        Ok(())
-    }
-
-    fn start_move(&self, id: u64, start: StartMove) -> Result<MoveInfo, ControlError> {
-        self.note(format!("start_move {id} {}", start.target));
-        Ok(Default::default())
-    }
-
-    fn disk_move(&self, id: u64) -> Result<MoveInfo, ControlError> {
-        self.note(format!("disk_move {id}"));
-        Ok(Default::default())
-    }
-
-    fn cancel_move(&self, id: u64) -> Result<MoveInfo, ControlError> {
-        self.note(format!("cancel_move {id}"));
-        Ok(Default::default())
-    }
-
-    fn start_replication(
-        &self,
-        id: u64,
-        start: StartReplication,
-    ) -> Result<ReplicationInfo, ControlError> {
-        self.note(format!("start_replication {id} {}", start.target));
-        Ok(Default::default())
-    }
-
-    fn replication(&self, id: u64) -> Result<ReplicationInfo, ControlError> {
-        self.note(format!("replication {id}"));
-        Ok(Default::default())
-    }
-
-    fn stop_replication(&self, id: u64) -> Result<ReplicationInfo, ControlError> {
-        self.note(format!("stop_replication {id}"));
-        Ok(Default::default())
-    }
-
-    fn disconnect(&self, id: u64) -> Result<(), ControlError> {
-        self.note(format!("disconnect {id}"));
-        Ok(())
-    }
-
-    fn upgrade(&self, upgrade: UpgradeRequest) -> Result<UpgradeReport, ControlError> {
-        self.note(format!("upgrade {:?}", upgrade.binary));
-        // After a success the interface is another program's.
-        Err(ControlError::Conflict("no".into()))
-    }
-}
-
 struct Running {
-    server: Arc<Noting>,
+    server: Arc<NotingServer>,
     socket: PathBuf,
     _http: HttpServer,
     _directory: tempfile::TempDir,
@@ -194,7 +29,8 @@ struct Running {
 fn run() -> Running {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("control");
-    let server = Arc::new(Noting::default());
+    // After an upgrade that succeeds the interface is another program's.
+    let server = Arc::new(NotingServer::refusing(&["change", "upgrade"]));
     let listener = HttpListener::Unix(UnixListener::bind(&socket).unwrap());
     let http = HttpServer::start(vec![listener], server.clone()).unwrap();
     Running { server, socket, _http: http, _directory: directory }
@@ -336,7 +172,7 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
         ("Series", fields(&SeriesInfo::default())),
         ("PastErrors", fields(&PastErrors::default())),
         ("RemovedExport", fields(&RemovedExport::default())),
-        ("Export", fields(&export())),
+        ("Export", fields(&NotingServer::only_export())),
         ("Frontend", fields(&FrontendInfo::default())),
         ("Operation", fields(&operation)),
         ("Latency", fields(&LatencyInfo::default())),
@@ -369,7 +205,7 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
 fn the_client_asks_for_what_its_methods_say() {
     let running = run();
     let client = Client::new(&running.socket).unwrap();
-    let name = export().name;
+    let name = NotingServer::only_export().name;
     client.flush(&name).unwrap();
     client.snapshot(&name, &SnapshotRequest { overlay: "/o".into() }).unwrap();
     client.remove(&name, false).unwrap();
@@ -400,32 +236,31 @@ fn the_client_asks_for_what_its_methods_say() {
     assert!(matches!(refused, ClientError::Refused(why) if why == "no"));
     let missing = client.flush("other").unwrap_err();
     assert!(matches!(missing, ClientError::Refused(why) if why == "there is no such export"));
-    let asked = running.server.0.lock().unwrap().clone();
     let expected = [
         "flush 3",
-        "snapshot 3 /o",
+        "snapshot 3 {\"overlay\":\"/o\"}",
         "remove 3 false",
         "remove 3 true",
         "disconnect 9",
         "bitmaps 3",
-        "add_bitmap 3 x",
-        "change_bitmap 3 x/y Some(false)",
-        "merge_bitmaps 3 x [\"y\"]",
-        "clear_bitmap 3 ä %",
-        "remove_bitmap 3 x",
-        "start_backup [3] Some(\"x\")",
-        "end_backup [3, 4] Commit",
-        "end_backup [4] Abort",
-        "start_move 3 /t",
+        "add_bitmap 3 {\"name\":\"x\"}",
+        "change_bitmap 3 \"x/y\" {\"enabled\":false}",
+        "merge_bitmaps 3 \"x\" {\"sources\":[\"y\"]}",
+        "clear_bitmap 3 \"ä %\"",
+        "remove_bitmap 3 \"x\"",
+        "start_backup [3] {\"bitmap\":\"x\"}",
+        "end_backup [3,4] \"Commit\"",
+        "end_backup [4] \"Abort\"",
+        "start_move 3 {\"target\":\"/t\"}",
         "disk_move 3",
         "cancel_move 3",
-        "start_replication 3 nbd://h/",
+        "start_replication 3 {\"target\":\"nbd://h/\"}",
         "replication 3",
         "stop_replication 3",
-        "add x /y",
-        "change 3 Some(5)",
+        "add {\"name\":\"x\",\"path\":\"/y\",\"read_only\":false}",
+        "change 3 {\"size_bytes\":5}",
     ];
-    assert_eq!(asked, expected);
+    assert_eq!(running.server.take_notes(), expected);
     drop(running);
     assert!(matches!(client.server(), Err(ClientError::Unreachable(_))));
 }
@@ -440,11 +275,14 @@ fn the_backups_of_255_others_begin_and_end_with_one_and_those_of_256_do_not() {
     start(others(255)).unwrap();
     end(others(255)).unwrap();
     let all = (0..256).collect::<Vec<u64>>();
-    let asked = [format!("start_backup {all:?} None"), format!("end_backup {all:?} Commit")];
-    assert_eq!(*running.server.0.lock().unwrap(), asked);
+    let ids = serde_json::to_string(&all).unwrap();
+    let with = serde_json::to_string(&others(255)).unwrap();
+    let asked =
+        [format!("start_backup {ids} {{\"with\":{with}}}"), format!("end_backup {ids} \"Commit\"")];
+    assert_eq!(running.server.take_notes(), asked);
     for refused in [start(others(256)).unwrap_err(), end(others(256)).unwrap_err()] {
         let ClientError::Refused(why) = refused else { panic!("{refused:?}") };
         assert_eq!(why, "at most 255 backups begin or end with another one");
     }
-    assert_eq!(running.server.0.lock().unwrap().len(), 2);
+    assert_eq!(running.server.take_notes(), [""; 0]);
 }

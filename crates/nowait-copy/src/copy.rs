@@ -122,6 +122,11 @@ impl Options {
         })
     }
 
+    /// The dirty bitmap that tells what is copied.
+    fn bitmap(&self) -> Option<&str> {
+        self.increment.as_ref()?.changes.bitmap()
+    }
+
     /// How both sides are connected to, if they are exports.
     fn connecting(&self) -> Connecting<'_> {
         let (connections, certificates) = (self.connections, self.tls_certs.as_deref());
@@ -153,6 +158,8 @@ pub struct Report {
     pub zero: u64,
     /// Bytes that have not changed since the earlier copy, of an increment.
     pub unchanged: u64,
+    /// Bytes of the earlier copy that were read to find what has changed.
+    pub compared: u64,
     /// Ranges that could not be read; empty without [`Options::rescue`].
     pub lost: Lost,
     /// From the first request until everything was durable and, with `verify`, compared.
@@ -164,7 +171,8 @@ fn source(options: &Options, connecting: Connecting<'_>) -> Result<Box<dyn Endpo
     if options.rescue && options.verify {
         return Err(Error::at(&options.from, "what is rescued is not read again to be compared"));
     }
-    if options.increment.is_some() && !matches!(options.from, CopySource::At(Location::Nbd(_))) {
+    let has_bitmap = options.bitmap().is_some();
+    if has_bitmap && !matches!(options.from, CopySource::At(Location::Nbd(_))) {
         return Err(Error::at(&options.from, "only an NBD export has a dirty bitmap to copy by"));
     }
     let source = match &options.from {
@@ -191,6 +199,7 @@ fn target(options: &Options, size: u64, connecting: Connecting<'_>) -> Result<Ta
             location,
             &IncrementTerms {
                 target: &increment.target,
+                from: options.from.path(),
                 format,
                 size,
                 backing_dirs: &options.backing_dirs,
@@ -236,7 +245,7 @@ pub fn copy(
     report_progress: &mut dyn FnMut(Progress),
 ) -> Result<Report, Error> {
     let connecting = options.connecting();
-    let bitmap = options.increment.as_ref().map(|increment| increment.bitmap.as_str());
+    let bitmap = options.bitmap();
     let mut source = source(options, Connecting { bitmap, ..connecting })?;
     let from = source.capabilities();
     let format = options.format();
@@ -248,10 +257,7 @@ pub fn copy(
     let Target { endpoint, kind, is_zero } = target(options, from.size, connecting)?;
     let to = endpoint.capabilities();
     let (alignment, request_bytes) = units(from, to);
-    let zero_block = match options.sparse_bytes {
-        0 => 0,
-        bytes => bytes.next_multiple_of(alignment as usize),
-    };
+    let zero_block = options.sparse_bytes.next_multiple_of(alignment as usize);
     let begin = Instant::now();
     let mut endpoints = Endpoints {
         source,
@@ -264,7 +270,8 @@ pub fn copy(
         report_progress,
         timing: Timing::default(),
         has_written: false,
-        is_incremental: options.increment.is_some(),
+        is_incremental: bitmap.is_some(),
+        compares: options.increment.is_some() && bitmap.is_none(),
     };
     let zeros = Zeros { block: zero_block, target_is_zero: is_zero };
     let is_in_place = matches!(kind, TargetKind::InPlace);
@@ -296,6 +303,7 @@ pub fn copy(
         data: counts.data,
         zero: counts.zero,
         unchanged: counts.unchanged,
+        compared: counts.compared,
         lost,
         elapsed: begin.elapsed(),
     })

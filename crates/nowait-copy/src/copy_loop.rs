@@ -65,6 +65,8 @@ pub(crate) struct Endpoints<'a> {
     pub(crate) has_written: bool,
     /// Whether the source tells what is dirty, and the rest is on the target already.
     pub(crate) is_incremental: bool,
+    /// Whether only what differs is written: what is not zero on the target is read there, too.
+    pub(crate) compares: bool,
 }
 
 /// When a copy ends, goes on, and reports.

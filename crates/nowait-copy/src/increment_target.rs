@@ -2,7 +2,7 @@
 //!
 //! Invariant: the target's disk is as large as the source's. An overlay gets its name when it is complete.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use nowait_image::create::{self, CreateOptions};
 use nowait_image::{ChainOptions, Format, ImageError, Locking};
@@ -10,16 +10,36 @@ use nowait_image::{ChainOptions, Format, ImageError, Locking};
 use crate::endpoint::Endpoint;
 use crate::error::Error;
 use crate::nbd::{self, Connecting};
-use crate::open::{Target, TargetFormat, TargetKind, image, remote_image};
+use crate::open::{Target, TargetFormat, TargetKind, check_other, image, remote_image};
 use nowait_remote::{Location, RemoteOptions};
 
 /// A copy of what has changed since an earlier one.
 #[derive(Clone, Debug)]
 pub struct Increment {
-    /// The dirty bitmap of the source, an NBD export, that tells what has changed.
-    pub bitmap: String,
+    /// How what has changed is found.
+    pub changes: Changes,
     /// Where the changes go.
     pub target: IncrementTarget,
+}
+
+/// How what has changed since an earlier copy is found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Changes {
+    /// By the dirty bitmap of this name of the source, an NBD export.
+    Bitmap(String),
+    /// By reading both disks, and comparing them in blocks of 4 KiB.
+    Compared,
+}
+
+impl Changes {
+    /// The dirty bitmap, if there is one.
+    #[must_use]
+    pub fn bitmap(&self) -> Option<&str> {
+        match self {
+            Self::Bitmap(name) => Some(name),
+            Self::Compared => None,
+        }
+    }
 }
 
 /// Where the changes of an increment go.
@@ -39,6 +59,8 @@ pub enum IncrementTarget {
 /// How the target of an increment is opened.
 pub(crate) struct IncrementTerms<'a> {
     pub(crate) target: &'a IncrementTarget,
+    /// The source, if that is a file or a block device.
+    pub(crate) from: Option<&'a Path>,
     /// The format of an overlay, or, if it was given, of a target that is changed in place.
     pub(crate) format: TargetFormat,
     /// Bytes of the source.
@@ -82,7 +104,10 @@ fn in_place(location: &Location, terms: &IncrementTerms<'_>) -> Result<Target, E
         ..ChainOptions::default()
     };
     let endpoint = match location {
-        Location::File(path) => image(location, path, &options)?,
+        Location::File(path) => {
+            check_other(location, path, terms.from)?;
+            image(location, path, &options)?
+        }
         Location::Nbd(uri) => nbd::connect(uri, terms.connecting, true)?,
         Location::Rbd(_) => remote_image(location, &options, &RemoteOptions::default())?,
         Location::Object(_) => {

@@ -33,7 +33,7 @@ mod mirror;
 
 pub use copy::{Options, Phase, Progress, REQUEST_BYTES, Report, copy};
 pub use error::Error;
-pub use increment_target::{Increment, IncrementTarget};
+pub use increment_target::{Changes, Increment, IncrementTarget};
 pub use lost_ranges::Lost;
 pub use mirror::{Mirror, MirrorPart, MirroredDisk};
 #[cfg(feature = "fuzz")]

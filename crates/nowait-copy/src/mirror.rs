@@ -83,6 +83,7 @@ impl<'a> Mirror<'a> {
             report_progress,
             has_written: false,
             is_incremental: false,
+            compares: false,
             timing: Timing { rate: rate.map(Rate::new), ..Timing::default() },
         };
         Ok(Self { endpoints, left_over: 0 })

@@ -246,11 +246,7 @@ pub(crate) fn target(
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(error) => return Err(Error::at(location, os_message(&error))),
     };
-    if let (Some(found), Some(from)) = (&found, from)
-        && fs::metadata(from).is_ok_and(|from| is_same(found, &from))
-    {
-        return Err(Error::at(location, "it is the source itself"));
-    }
+    check_other(location, path, from)?;
     match found {
         Some(found) if found.file_type().is_block_device() => {
             format.check_in_place(location)?;
@@ -346,6 +342,21 @@ fn check_size(location: &Location, endpoint: &dyn Endpoint, size: u64) -> Result
         return Err(Error::at(location, what));
     }
     Ok(())
+}
+
+/// Refuses the source `from` as the target at `path`.
+pub(crate) fn check_other(
+    location: &Location,
+    path: &Path,
+    from: Option<&Path>,
+) -> Result<(), Error> {
+    let found = |path: &Path| fs::metadata(path).ok();
+    match found(path).zip(from.and_then(found)) {
+        Some((found, from)) if is_same(&found, &from) => {
+            Err(Error::at(location, "it is the source itself"))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn is_same(a: &fs::Metadata, b: &fs::Metadata) -> bool {

@@ -2,7 +2,7 @@
 //! zero.
 //!
 //! Invariant: after success, each byte of the source was written to the target as it was read, or
-//! reads as zero there if it is zero; the flush followed all writes.
+//! reads as zero there if it is zero, or was found to be the same there; the flush followed all writes.
 
 use nowait::{ByteRange, IoBuffer};
 
@@ -10,7 +10,7 @@ use crate::buffer_pool::BufferPool;
 use crate::copy_loop::{Endpoints, Phase, STATUS};
 use crate::endpoint::{Completed, CopyOperation, CopyRequest};
 use crate::error::Error;
-use crate::zero_detection::{DataRun, data_runs};
+use crate::zero_detection::{DataRun, changed_runs, data_runs};
 use crate::zero_map::{CopyExtent, ExtentIterator};
 
 /// The limit on pieces in flight, as a multiple of the number of largest requests that fit the
@@ -19,6 +19,8 @@ const PIECES_PER_REQUEST: usize = 8;
 /// Runs of zeros within data that are shorter than this many bytes are written as data: zeroing
 /// takes a request of its own.
 const ZERO_RUN_BYTES: usize = 64 << 10;
+/// Differences from an earlier copy are found in blocks of this many bytes.
+const COMPARED_BYTES: usize = 4 << 10;
 
 /// The byte counts of a copy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -29,6 +31,8 @@ pub(crate) struct Counts {
     pub(crate) zero: u64,
     /// Bytes that an incremental copy left alone.
     pub(crate) unchanged: u64,
+    /// Bytes of the target that were read.
+    pub(crate) compared: u64,
 }
 
 /// How zeros are handled.
@@ -40,6 +44,13 @@ pub(crate) struct Zeros {
     pub(crate) target_is_zero: bool,
 }
 
+/// A part of the disk in flight.
+struct Piece {
+    extent: CopyExtent,
+    /// While it is to be compared: first the memory for the target's bytes, and while these are read the source's bytes.
+    other: Option<IoBuffer>,
+}
+
 struct Transfer<'a, 'b> {
     endpoints: &'a mut Endpoints<'b>,
     extents: ExtentIterator,
@@ -48,7 +59,7 @@ struct Transfer<'a, 'b> {
     /// The remainder of a piece that was started in part.
     rest: Option<CopyExtent>,
     /// The pieces in flight, indexed by tag.
-    pieces: slab::Slab<CopyExtent>,
+    pieces: slab::Slab<Piece>,
     max_pieces: usize,
     counts: Counts,
     done: u64,
@@ -81,7 +92,9 @@ pub(crate) fn copy(
     extents: ExtentIterator,
     zeros: Zeros,
 ) -> Result<Ended, Error> {
-    let memory = BufferPool::new(endpoints.memory);
+    // A piece that is compared takes two buffers, and the memory must suffice for at least one piece.
+    let least = if endpoints.compares { 4 * endpoints.request_bytes as usize } else { 0 };
+    let memory = BufferPool::new(endpoints.memory.max(least));
     let max_pieces =
         (endpoints.memory / endpoints.request_bytes.max(1) as usize).max(1) * PIECES_PER_REQUEST;
     let (pieces, counts) = (slab::Slab::new(), Counts::default());
@@ -178,25 +191,26 @@ impl Transfer<'_, '_> {
             }
             let Some(piece) = self.rest.take().or_else(|| self.extents.next()) else { break };
             let max_zero = self.endpoints.target.capabilities().max_zero_bytes;
+            let compares = self.endpoints.compares && !piece.target_zero;
             let limit = match (piece.source_zero, piece.target_zero) {
                 (true, true) => piece.range.len,
-                (true, false) if max_zero > 0 => max_zero,
+                (true, false) if max_zero > 0 && !compares => max_zero,
                 _ => self.endpoints.request_bytes - piece.range.pos % self.endpoints.request_bytes,
             };
             let len = piece.range.len.min(limit);
             let part = CopyExtent { range: ByteRange::new(piece.range.pos, len), ..piece };
-            let memory = if piece.source_zero && (piece.target_zero || max_zero > 0) {
-                None
-            } else {
-                match self.memory.take(self.endpoints.padded(part.range).len as usize)? {
-                    Some(memory) => Some(memory),
+            let needs_none = piece.source_zero && (piece.target_zero || max_zero > 0);
+            let (memory, other) = match needs_none && !compares {
+                true => (None, None),
+                false => match self.buffers(part.range, compares)? {
+                    Some((memory, other)) => (Some(memory), other),
                     None => {
                         self.rest = Some(piece);
                         break;
                     }
-                }
+                },
             };
-            self.submit(part, memory);
+            self.submit(part, memory, other);
             started = true;
             if len < piece.range.len {
                 let rest = ByteRange::new(piece.range.pos + len, piece.range.len - len);
@@ -206,14 +220,35 @@ impl Transfer<'_, '_> {
         Ok(started)
     }
 
-    fn submit(&mut self, piece: CopyExtent, memory: Option<IoBuffer>) {
-        let CopyExtent { range, source_zero, target_zero } = piece;
-        if source_zero && self.extents.is_incremental {
+    /// Memory for a piece of `range`, and for the target's bytes if it is compared; or for neither.
+    fn buffers(
+        &mut self,
+        range: ByteRange,
+        compares: bool,
+    ) -> Result<Option<(IoBuffer, Option<IoBuffer>)>, Error> {
+        let len = self.endpoints.padded(range).len as usize;
+        let Some(first) = self.memory.take(len)? else { return Ok(None) };
+        if !compares {
+            return Ok(Some((first, None)));
+        }
+        let second = self.memory.take(len)?;
+        if second.is_none() {
+            self.memory.give(first);
+            return Ok(None);
+        }
+        Ok(Some((first, second)))
+    }
+
+    fn submit(&mut self, extent: CopyExtent, memory: Option<IoBuffer>, other: Option<IoBuffer>) {
+        let CopyExtent { range, source_zero, target_zero } = extent;
+        let is_same = self.extents.is_incremental || (self.endpoints.compares && target_zero);
+        if source_zero && is_same {
             self.counts.unchanged += range.len;
             self.done += range.len;
             return;
         }
-        if source_zero {
+        let compares = other.is_some();
+        if source_zero && !compares {
             self.counts.zero += range.len;
             if target_zero {
                 self.done += range.len;
@@ -221,10 +256,13 @@ impl Transfer<'_, '_> {
             }
         }
         self.endpoints.timing.rate.iter_mut().for_each(|rate| rate.count(range.len));
-        let tag = self.pieces.insert(piece) as u64;
+        let tag = self.pieces.insert(Piece { extent, other }) as u64;
         match memory {
             Some(mut memory) if source_zero => {
                 memory.fill(0);
+                if compares {
+                    return self.read_target(tag, memory);
+                }
                 let len = self.endpoints.padded(range).len as usize;
                 self.write(range, tag, memory, vec![DataRun { start: 0, len, zero: false }]);
             }
@@ -261,6 +299,57 @@ impl Transfer<'_, '_> {
         });
     }
 
+    /// Reads from the target what piece `tag` has there, to compare it with the source's bytes in `memory`.
+    fn read_target(&mut self, tag: u64, memory: IoBuffer) {
+        let Some(piece) = self.pieces.get_mut(tag as usize) else { return };
+        let (operation, memory) = (CopyOperation::Read, piece.other.replace(memory));
+        let range = self.endpoints.padded(piece.extent.range);
+        self.counts.compared += piece.extent.range.len;
+        self.endpoints.target.submit(CopyRequest { operation, range, tag, memory });
+    }
+
+    /// Writes what differs between the source's bytes of piece `tag` and those of the target, which were read.
+    fn on_target_read(&mut self, tag: u64, range: ByteRange, from: IoBuffer, to: IoBuffer) {
+        let len = self.endpoints.padded(range).len as usize;
+        let zero_block = match self.zeros.block {
+            0 => 0,
+            block => block.max(ZERO_RUN_BYTES),
+        };
+        let (new, old) = (from.get(..len), to.get(..len));
+        let block = self.compared_bytes();
+        let runs =
+            changed_runs(new.unwrap_or_default(), old.unwrap_or_default(), block, zero_block);
+        self.memory.give(to);
+        self.write_changes(range, tag, from, runs);
+    }
+
+    /// Writes the parts of a piece that differ; the rest is the same on the target.
+    fn write_changes(&mut self, range: ByteRange, tag: u64, memory: IoBuffer, runs: Vec<DataRun>) {
+        self.count_changes(range, &runs);
+        if !runs.is_empty() {
+            return self.write(range, tag, memory, runs);
+        }
+        self.memory.give(memory);
+        self.pieces.try_remove(tag as usize);
+        self.done += range.len;
+    }
+
+    /// The unit in which differences are found.
+    fn compared_bytes(&self) -> usize {
+        COMPARED_BYTES.max(self.endpoints.alignment as usize)
+    }
+
+    /// Counts the parts of `range` that are written, and the rest, which is the same on the target.
+    fn count_changes(&mut self, range: ByteRange, runs: &[DataRun]) {
+        let bytes =
+            |zero| -> usize { runs.iter().filter(|run| run.zero == zero).map(|run| run.len).sum() };
+        let data = range.len.min(bytes(false) as u64);
+        let zero = (range.len - data).min(bytes(true) as u64);
+        self.counts.data += data;
+        self.counts.zero += zero;
+        self.counts.unchanged += range.len - data - zero;
+    }
+
     /// Handles a completion of the source.
     fn on_read(&mut self, done: Completed) {
         let Completed { tag, range, memory, extents, .. } = done;
@@ -268,21 +357,29 @@ impl Transfer<'_, '_> {
             self.extents.source.on_extents(&extents);
             return;
         }
-        let (Some(&piece), Some(mut memory)) = (self.pieces.get(tag as usize), memory) else {
+        let (Some(piece), Some(mut memory)) = (self.pieces.get(tag as usize), memory) else {
             return;
         };
+        let (target_zero, compares) = (piece.extent.target_zero, piece.other.is_some());
         let (len, padded) = (range.len as usize, self.endpoints.padded(range).len as usize);
         if let Some(tail) = memory.get_mut(len..padded) {
             tail.fill(0);
         }
+        if compares {
+            return self.read_target(tag, memory);
+        }
         let bytes = memory.get(..padded).unwrap_or_default();
         let mut runs = match self.zeros.block {
+            _ if self.endpoints.compares => data_runs(bytes, self.compared_bytes()),
             0 => vec![DataRun { start: 0, len: padded, zero: false }],
-            block if piece.target_zero => data_runs(bytes, block),
+            block if target_zero => data_runs(bytes, block),
             block => data_runs(bytes, block.max(ZERO_RUN_BYTES)),
         };
-        if piece.target_zero {
+        if target_zero {
             runs.retain(|run| !run.zero);
+        }
+        if self.endpoints.compares {
+            return self.write_changes(range, tag, memory, runs);
         }
         let data: usize = runs.iter().filter(|run| !run.zero).map(|run| run.len).sum();
         self.counts.data += data as u64;
@@ -296,11 +393,17 @@ impl Transfer<'_, '_> {
             self.extents.target.on_extents(&done.extents);
             return;
         }
-        if let Some(memory) = done.memory {
-            self.memory.give(memory);
+        let piece = self.pieces.get_mut(done.tag as usize);
+        let compared = piece.and_then(|it| Some((it.extent.range, it.other.take()?)));
+        match (compared, done.memory) {
+            (Some((range, from)), Some(to)) => {
+                return self.on_target_read(done.tag, range, from, to);
+            }
+            (_, Some(memory)) => self.memory.give(memory),
+            (_, None) => {}
         }
         if let Some(piece) = self.pieces.try_remove(done.tag as usize) {
-            self.done += piece.range.len;
+            self.done += piece.extent.range.len;
         }
     }
 }

@@ -1,6 +1,6 @@
-//! Finds the zeros in a piece of data.
+//! Finds the zeros in a piece of data, and what differs from an earlier copy of it.
 //!
-//! Invariant: the runs of a piece cover it exactly, in order and without overlap; adjacent runs
+//! Invariant: the runs of a piece, or of what differs in it, cover it exactly, in order and without overlap; adjacent runs
 //! differ in kind.
 
 /// A part of a piece of data.
@@ -47,6 +47,34 @@ pub(crate) fn data_runs(bytes: &[u8], block: usize) -> Vec<DataRun> {
     runs
 }
 
+/// The runs of `new` that differ from `old`, which is as long, in blocks of `block` bytes (at least 1). Of these runs zeros are
+/// found in blocks of `zero_block` bytes; 0: they are data.
+pub(crate) fn changed_runs(
+    new: &[u8],
+    old: &[u8],
+    block: usize,
+    zero_block: usize,
+) -> Vec<DataRun> {
+    let block = block.max(1);
+    let mut runs: Vec<DataRun> = Vec::new();
+    for (index, (part, before)) in new.chunks(block).zip(old.chunks(block)).enumerate() {
+        let start = index * block;
+        match runs.last_mut() {
+            _ if part == before => {}
+            Some(last) if last.start + last.len == start => last.len += part.len(),
+            _ => runs.push(DataRun { start, len: part.len(), zero: false }),
+        }
+    }
+    if zero_block == 0 {
+        return runs;
+    }
+    let split = |run: DataRun| {
+        let parts = data_runs(run.of(new).unwrap_or_default(), zero_block);
+        parts.into_iter().map(move |part| DataRun { start: run.start + part.start, ..part })
+    };
+    runs.into_iter().flat_map(split).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -63,6 +91,22 @@ mod tests {
             }
         }
         assert!(is_zero(&[]));
+    }
+
+    #[test]
+    fn blocks_that_differ_are_found_and_zeros_in_them() {
+        let run = |start, len, zero| DataRun { start, len, zero };
+        let old = vec![1; 10_000];
+        let mut new = old.clone();
+        assert!(changed_runs(&new, &old, 4096, 0).is_empty());
+        new[4095] = 2;
+        new[9_999] = 2;
+        let both = [run(0, 4096, false), run(8192, 1808, false)];
+        assert_eq!(changed_runs(&new, &old, 4096, 0), both);
+        new[..8192].fill(0);
+        assert_eq!(changed_runs(&new, &old, 4096, 0), [run(0, 10_000, false)]);
+        let with_zeros = [run(0, 8192, true), run(8192, 1808, false)];
+        assert_eq!(changed_runs(&new, &old, 4096, 4096), with_zeros);
     }
 
     #[test]

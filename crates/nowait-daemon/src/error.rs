@@ -17,6 +17,9 @@ pub use nowait_image::{create_message, open_message, os_message, plain};
 /// another one.)
 const FAILURE: u8 = 1;
 
+/// The exit status that a shell gives a program that SIGPIPE has killed, as it kills most programs whose reader has left.
+const LEFT_READER: u8 = 128 + 13;
+
 /// A failure that ends the command.
 #[derive(Debug)]
 pub struct CliError {
@@ -38,6 +41,16 @@ impl CliError {
     /// A failure that concerns an image.
     pub fn of_image(error: &ImageError) -> Self {
         Self::new(error.to_string())
+    }
+
+    /// A failure without a message: nobody reads standard output any more, as in `nowait map disk.img | head`.
+    pub fn of_left_reader() -> Self {
+        Self { message: String::new(), status: LEFT_READER }
+    }
+
+    /// Whether there is nothing to print about it.
+    pub fn is_silent(&self) -> bool {
+        self.message.is_empty()
     }
 
     /// This failure with another exit status.

@@ -38,7 +38,6 @@ unsafe extern "C" fn __sanitizer_cov_8bit_counters_init(start: *mut u8, end: *mu
 }
 
 /// Whether anything is counted in this build.
-#[must_use]
 pub fn is_measured() -> bool {
     !UNITS.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
 }

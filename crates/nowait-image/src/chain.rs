@@ -122,6 +122,8 @@ pub struct ChainOptions {
     /// Where the bitmaps of a raw disk are, if not beside it ([`crate::BitmapsPlace`]). Those that are beside it already
     /// stay there.
     pub bitmap_dir: Option<PathBuf>,
+    /// The absolute path that a new raw file gets when it is complete, without symbolic links: its bitmaps are those of that.
+    pub final_path: Option<PathBuf>,
     /// Whether no part of the first file's path may be a symbolic link, whatever is changed meanwhile.
     pub no_links: bool,
     /// The files of the image that are open elsewhere: their locks and claims are taken over instead
@@ -147,6 +149,7 @@ impl Default for ChainOptions {
             cache_holes: true,
             allocate_ahead: true,
             bitmap_dir: None,
+            final_path: None,
             no_links: false,
             handed_over: HandedOver::default(),
         }

@@ -414,9 +414,9 @@ mod tests {
 
     #[test]
     fn qemu_neither_copies_nor_writes_an_image_that_we_write_to() {
-        if !nowait_testkit::require_tool("qemu-img") || !nowait_testkit::require_tool("qemu-io") {
-            return;
-        }
+        nowait_testkit::needs!(
+            nowait_testkit::require_tool("qemu-img") && nowait_testkit::require_tool("qemu-io")
+        );
         let image = Image::new();
         let file = image.open();
         assert_eq!(lock(file.as_fd(), Access::Write), Ok(()));
@@ -429,9 +429,7 @@ mod tests {
 
     #[test]
     fn qemu_does_not_even_read_the_header_of_a_qcow2_image_that_we_write_to() {
-        if !nowait_testkit::require_tool("qemu-img") {
-            return;
-        }
+        nowait_testkit::needs!(nowait_testkit::require_tool("qemu-img"));
         let image = qcow2();
         let file = image.open();
         assert!(run("qemu-img", &["info"], &image.path()).status.success());
@@ -441,9 +439,9 @@ mod tests {
 
     #[test]
     fn qemu_copies_but_does_not_write_an_image_that_we_read() {
-        if !nowait_testkit::require_tool("qemu-img") || !nowait_testkit::require_tool("qemu-io") {
-            return;
-        }
+        nowait_testkit::needs!(
+            nowait_testkit::require_tool("qemu-img") && nowait_testkit::require_tool("qemu-io")
+        );
         let image = Image::new();
         let file = image.open();
         assert_eq!(lock(file.as_fd(), Access::Read), Ok(()));
@@ -453,9 +451,7 @@ mod tests {
 
     #[test]
     fn we_open_no_image_that_qemu_writes_to() {
-        if !nowait_testkit::require_tool("qemu-io") {
-            return;
-        }
+        nowait_testkit::needs!(nowait_testkit::require_tool("qemu-io"));
         let image = Image::new();
         let file = image.open();
         let qemu = QemuIo::holding(&image.path(), &["-f", "raw"]);
@@ -467,9 +463,9 @@ mod tests {
 
     #[test]
     fn we_read_but_do_not_write_an_image_that_qemu_reads() {
-        if !nowait_testkit::require_tool("qemu-img") || !nowait_testkit::require_tool("qemu-io") {
-            return;
-        }
+        nowait_testkit::needs!(
+            nowait_testkit::require_tool("qemu-img") && nowait_testkit::require_tool("qemu-io")
+        );
         let image = qcow2();
         let (reader, writer) = (image.open(), image.open());
         let _qemu = QemuIo::holding(&image.path(), &["-r", "-f", "qcow2"]);

@@ -54,7 +54,8 @@ impl RawBitmaps {
         options: &ChainOptions,
         warnings: &mut Vec<Warning>,
     ) -> Result<Self, ImageError> {
-        let place = BitmapsPlace::of(&layer.file, options.bitmap_dir.as_deref())?;
+        let (directory, later) = (options.bitmap_dir.as_deref(), options.final_path.as_deref());
+        let place = BitmapsPlace::of(&layer.file, directory, later)?;
         Self::at(place, layer.file.is_block_device(), options, warnings)
     }
 

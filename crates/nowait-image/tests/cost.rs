@@ -19,9 +19,7 @@ const RAW_BITMAP_INSTRUCTIONS: u64 = 120;
 
 #[test]
 fn a_write_with_a_stored_bitmap_costs_little_more_than_without_it() {
-    if !["valgrind", "qemu-img"].into_iter().all(require_tool) {
-        return;
-    }
+    nowait_testkit::needs!(["valgrind", "qemu-img"].into_iter().all(require_tool));
     let scratch = Scratch::new();
     let image = scratch.join("disk.qcow2");
     let create = ["create", "-q", "-f", "qcow2", "-o", "preallocation=metadata"];
@@ -40,9 +38,7 @@ fn a_write_with_a_stored_bitmap_costs_little_more_than_without_it() {
 
 #[test]
 fn a_write_to_a_raw_disk_with_a_stored_bitmap_costs_little_more_than_without_it() {
-    if !require_tool("valgrind") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("valgrind"));
     let scratch = Scratch::new();
     let image = scratch.join("disk.img");
     std::fs::write(&image, vec![1; 64 << 20]).expect("an image");
@@ -64,9 +60,7 @@ fn a_write_to_a_raw_disk_with_a_stored_bitmap_costs_little_more_than_without_it(
 
 #[test]
 fn a_hit_in_the_extent_cache_costs_no_more_instructions_than_20_ns_allow() {
-    if !["valgrind", "qemu-img"].into_iter().all(require_tool) {
-        return;
-    }
+    nowait_testkit::needs!(["valgrind", "qemu-img"].into_iter().all(require_tool));
     let scratch = Scratch::new();
     let image = scratch.join("disk.qcow2");
     let create = ["create", "-q", "-f", "qcow2", "-o", "preallocation=metadata"];

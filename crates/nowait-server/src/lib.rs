@@ -59,7 +59,7 @@ pub use backup::sim_backup::SimBackup;
 pub use block_size::BlockSize;
 pub use dirty_bitmaps::bitmap_spec::{BitmapError, BitmapSpec, BitmapStatus, RestoreError};
 #[cfg(feature = "sim")]
-pub use event_loop::sim::{SimParked, Simulated};
+pub use event_loop::sim::{SimParked, SimThread, Simulated};
 #[cfg(feature = "sim")]
 pub use event_loop::sim_change::SimChange;
 #[cfg(feature = "sim")]

@@ -73,7 +73,6 @@ pub struct Client {
 
 impl Client {
     /// A client at `socket`, which chooses the export of that name.
-    #[must_use]
     pub fn new(socket: ClientEnd, owner: (usize, u64), export: &str, random: &mut Random) -> Self {
         let all = [ReplyMode::Simple, ReplyMode::Structured, ReplyMode::Extended];
         let mode = random.pick(&all).unwrap_or(ReplyMode::Simple);
@@ -131,13 +130,11 @@ impl Client {
     }
 
     /// Whether the client may send another request.
-    #[must_use]
     pub fn may_ask(&self) -> bool {
         self.disconnect_kind.is_none() && self.queued.len() + self.in_flight.len() < REQUESTS
     }
 
     /// Whether no option and no request is unanswered, and the client is not disconnecting.
-    #[must_use]
     pub fn is_idle(&self) -> bool {
         self.disconnect_kind.is_none()
             && self.options.is_empty()
@@ -146,19 +143,16 @@ impl Client {
     }
 
     /// Whether the connection is closed.
-    #[must_use]
     pub fn is_over(&self) -> bool {
         self.is_over
     }
 
     /// Bytes that are not sent yet.
-    #[must_use]
     pub fn unsent(&self) -> usize {
         self.out.len() - self.sent
     }
 
     /// When the oldest request in flight began.
-    #[must_use]
     pub fn oldest(&self) -> Time {
         self.in_flight.iter().map(|sent| sent.flight.began).min().unwrap_or(Time::MAX)
     }

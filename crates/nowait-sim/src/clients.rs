@@ -39,7 +39,6 @@ fn broken(error: Error) -> Violation {
 
 impl Clients {
     /// No clients of the export of that name.
-    #[must_use]
     pub fn new(export: &str) -> Self {
         let (clients, orphans) = (Vec::new(), Vec::new());
         let scratch = vec![0; RECEIVE_BYTES];
@@ -47,25 +46,21 @@ impl Clients {
     }
 
     /// The number of connected clients.
-    #[must_use]
     pub fn count(&self) -> usize {
         self.clients.len()
     }
 
     /// Whether nothing of them is in flight.
-    #[must_use]
     pub fn is_idle(&self) -> bool {
         self.clients.iter().all(Client::is_idle) && self.orphans.is_empty()
     }
 
     /// Whether the server has left all disconnected clients.
-    #[must_use]
     pub fn has_no_orphans(&self) -> bool {
         self.orphans.is_empty()
     }
 
     /// The begin time of the oldest request in flight; `Time::MAX` if there is none.
-    #[must_use]
     pub fn oldest(&self) -> Time {
         self.clients.iter().map(Client::oldest).min().unwrap_or(Time::MAX)
     }

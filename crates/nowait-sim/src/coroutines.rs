@@ -32,14 +32,12 @@ pub struct Coroutines {
 
 impl Coroutines {
     /// Runs at most `limit` jobs at the same time, on this thread.
-    #[must_use]
     pub fn new(limit: usize) -> Self {
         sim::set_yield(Some(yield_now));
         Self { paused: Vec::new(), stacks: Vec::new(), limit }
     }
 
     /// The number of jobs that could resume or start.
-    #[must_use]
     pub fn choices(&self, workers: &WorkerPool) -> usize {
         let free = self.limit.saturating_sub(self.paused.len());
         self.paused.len() + workers.waiting().min(free)

@@ -40,7 +40,6 @@ impl Matrix {
     pub const ALL: Self = Self { seeds: 50, operations: 200, faults: FAULTS.len() as u64 };
 
     /// The number of runs.
-    #[must_use]
     pub fn runs(&self) -> u64 {
         self.seeds * self.operations * self.faults
     }
@@ -56,7 +55,6 @@ impl Matrix {
 
     /// Runs all plans on `threads` threads, and calls `each` after each run. Returns the first
     /// failure, if any.
-    #[must_use]
     pub fn run(&self, threads: usize, each: impl Fn() + Sync) -> Option<(Plan, Failure)> {
         let next = AtomicU64::new(0);
         let plan = || {

@@ -11,12 +11,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use clap::{Parser, Subcommand};
 use hosts_args::HostsArgs;
 use indicatif::{ProgressBar, ProgressStyle};
-use nowait_sim::backup::backup_scenario::BackupScenario;
 use nowait_sim::fault_matrix::Matrix;
-use nowait_sim::log::log_scenario::LogScenario;
-use nowait_sim::moves::move_scenario::MoveScenario;
-use nowait_sim::raw_bitmaps::bitmaps_scenario::BitmapsScenario;
-use nowait_sim::remote::remote_scenario::RemoteScenario;
 use nowait_sim::run::{self, Failure, Plan};
 use nowait_sim::scenario::Mode;
 use nowait_sim::simulation::Counts;
@@ -264,14 +259,7 @@ fn rates(seeds: u64, all: Counts, time: Duration) -> String {
 
 fn report(plan: &Plan, failure: &Failure) {
     let when = failure.step.map_or("the end".to_owned(), |step| format!("step {step}"));
-    match plan.mode {
-        Mode::Remote => println!("{:#?}", RemoteScenario::of(plan.seed)),
-        Mode::Log => println!("{:#?}", LogScenario::of(plan.seed)),
-        Mode::Backup => println!("{:#?}", BackupScenario::of(plan.seed)),
-        Mode::Move => println!("{:#?}", MoveScenario::of(plan.seed)),
-        Mode::Bitmaps => println!("{:#?}", BitmapsScenario::of(plan.seed)),
-        _ => println!("{:#?}", plan.scenario()),
-    }
+    println!("{}", trace::scenario_of(plan));
     print!("{}{}", trace::describe(plan), trace::write(plan));
     println!("# wrong at {when}: {}", failure.what);
 }

@@ -42,7 +42,6 @@ impl Mode {
     pub const ON_DEVICES: [Self; 4] = [Self::Engine, Self::Server, Self::VhostUser, Self::Ublk];
 
     /// The command-line name.
-    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Engine => "engine",
@@ -59,7 +58,6 @@ impl Mode {
 
     /// The default mode of `seed`: one seed in four runs the server, one in eight a virtual
     /// machine's, one in eight a block device's, and one in eight a storage behind a network.
-    #[must_use]
     pub fn of(seed: u64) -> Self {
         let mut random = Random::part(seed, u64::MAX - 2);
         match (random.below(4), random.below(6), random.below(4)) {

@@ -99,7 +99,6 @@ impl fmt::Display for Violation {
 
 impl Violation {
     /// A violation with a message.
-    #[must_use]
     pub fn new(what: String) -> Self {
         Self(what)
     }
@@ -121,7 +120,6 @@ pub struct Model {
 
 impl Model {
     /// A device of `size` bytes, all zero, in cells of `grain` bytes.
-    #[must_use]
     pub fn new(size: u64, grain: u64, block: u64, unit: u64) -> Self {
         let zero = Held::pinned(Bytes::Value(ZERO), 0);
         let count = size.div_ceil(grain);

@@ -53,7 +53,6 @@ pub struct Oracle {
 
 impl Oracle {
     /// The oracle of `device`, which holds `bytes`, followed by zeros.
-    #[must_use]
     pub fn new(scenario: &Scenario, device: &Arc<SimDevice>, bytes: &[u8]) -> Self {
         let device_options = scenario.device;
         let block = u64::from(device_options.align.read_offset);
@@ -79,7 +78,6 @@ impl Oracle {
     }
 
     /// Bytes of the device as its current user opened it.
-    #[must_use]
     pub fn size(&self) -> u64 {
         self.size
     }
@@ -159,7 +157,6 @@ impl Oracle {
     }
 
     /// Whether the request reaches into a part that the device has lost since it began.
-    #[must_use]
     pub fn is_behind_the_end(&self, flight: &InFlight) -> bool {
         flight.inside.end() > self.left
     }
@@ -178,16 +175,12 @@ impl Oracle {
     }
 
     /// Whether a request may have been cut short, or executed more than once.
-    #[must_use]
     pub fn is_disturbed(&self, flight: &InFlight) -> bool {
         self.device.has_failed() || self.is_behind_the_end(flight)
     }
 
     /// Checks the success of a request with `count` bytes. Its data is checked by [`Oracle::found`]
     /// and [`Oracle::status`].
-    ///
-    /// # Errors
-    /// The contract does not allow it.
     pub fn done(&mut self, flight: &InFlight, count: u64) -> Result<(), Violation> {
         let InFlight { spec, inside, began } = *flight;
         let fail = |what: &str| Err(Violation::new(format!("{spec:?}: {what}: {count}")));
@@ -223,9 +216,6 @@ impl Oracle {
     }
 
     /// Checks the failure of a request with `errno`; it may be done in part.
-    ///
-    /// # Errors
-    /// The contract does not allow it.
     pub fn failed(&mut self, flight: &InFlight, errno: i32) -> Result<(), Violation> {
         let InFlight { spec, .. } = *flight;
         let device_options = self.model_kind;
@@ -265,9 +255,6 @@ impl Oracle {
 
     /// Checks an answer that says only that the request has failed. `outside`: it reaches beyond the
     /// end of the device.
-    ///
-    /// # Errors
-    /// The contract does not allow it.
     pub fn io_error(&mut self, flight: &InFlight, outside: bool) -> Result<(), Violation> {
         let op = flight.spec.op;
         let data = matches!(op, Op::Read | Op::Write);
@@ -293,9 +280,6 @@ impl Oracle {
 
     /// Checks the answer `EINVAL` of a server: the protocol has no other value for an unsupported
     /// operation (NBD proto.md, "Error values").
-    ///
-    /// # Errors
-    /// The contract does not allow it.
     pub fn invalid(&mut self, flight: &InFlight) -> Result<(), Violation> {
         let unable = matches!(flight.spec.op, Op::Discard | Op::Zero);
         match () {
@@ -309,9 +293,6 @@ impl Oracle {
 
     /// Checks the answer `EPERM` of a server: the export is read-only. `again`: a server that has died
     /// since may have done the request before.
-    ///
-    /// # Errors
-    /// The contract does not allow it.
     pub fn not_permitted(&mut self, flight: &InFlight, again: bool) -> Result<(), Violation> {
         let may_refuse = flight.spec.op.changes() && self.protection.may_refuse(flight.began);
         match self.device.has_injected(libc::EPERM) {
@@ -332,9 +313,6 @@ impl Oracle {
 
     /// Checks the refusal of a request with `errno`; it had no effect. `whole`: the refusal is a
     /// server's, which executes no part of a request that reaches beyond the end (C25).
-    ///
-    /// # Errors
-    /// The contract does not allow it.
     pub fn refused(&mut self, flight: &InFlight, errno: i32, whole: bool) -> Result<(), Violation> {
         let InFlight { spec, inside, .. } = *flight;
         self.never_began(flight);
@@ -388,13 +366,11 @@ impl Oracle {
     }
 
     /// Whether a queue may have failed with `error` as a whole.
-    #[must_use]
     pub fn expects(&self, error: &Error) -> bool {
         self.submits_fail && error.errno() == SUBMIT_ERRNO
     }
 
     /// Whether the device has lost a part since it was opened.
-    #[must_use]
     pub fn has_shrunk(&self) -> bool {
         self.left < self.size
     }

@@ -34,13 +34,11 @@ impl Protection {
     }
 
     /// Whether a change that was sent at `began` and is answered now must have been refused.
-    #[must_use]
     pub fn refuses(&self, began: Time) -> bool {
         self.since.is_some_and(|since| began > since)
     }
 
     /// Whether it may have been refused.
-    #[must_use]
     pub fn may_refuse(&self, began: Time) -> bool {
         self.since.is_some() || began < self.until
     }

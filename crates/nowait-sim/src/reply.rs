@@ -33,7 +33,6 @@ fn wrong(what: &str, about: impl std::fmt::Debug) -> Violation {
 
 impl Answer {
     /// An empty answer to `op` on `range`.
-    #[must_use]
     pub fn to(op: Op, range: ByteRange, context: u32, one_piece: bool) -> Self {
         let (bytes, pieces) = (Vec::new(), Vec::new());
         Self { op, range, context, one_piece, bytes, pieces, extents: Vec::new(), errno: None }

@@ -50,7 +50,6 @@ pub enum InjectedBug {
 
 impl InjectedBug {
     /// All injectable bugs.
-    #[must_use]
     pub fn all() -> Vec<Self> {
         let engine = EngineBug::ALL.iter().copied().map(Self::Engine);
         let server = ServerBug::ALL.iter().copied().map(Self::Server);
@@ -78,13 +77,11 @@ pub struct Plan {
 
 impl Plan {
     /// The first `steps` steps of `seed`.
-    #[must_use]
     pub fn new(mode: Mode, seed: u64, steps: u64) -> Self {
         Self { mode, seed, steps: (0..steps).collect(), bug: None, once: None }
     }
 
     /// The scenario of the seed in this plan.
-    #[must_use]
     pub fn scenario(&self) -> Scenario {
         let mut scenario = Scenario::of(self.mode, self.seed);
         if self.once.is_some() {
@@ -118,6 +115,26 @@ pub fn keep_panics() {
     }));
 }
 
+/// Runs a simulation without a system under test, step by step.
+macro_rules! run_steps {
+    ($plan:expr, $scenario:ident, $new:expr) => {
+        watched(|now| {
+            let scenario = $scenario::of($plan.seed);
+            let new: fn($scenario) -> Result<_, Violation> = $new;
+            let mut simulation = ManuallyDrop::new(new(scenario.clone())?);
+            for &number in &$plan.steps {
+                *now = Some(number);
+                let (action, random) = scenario.step(number);
+                simulation.step(action, random)?;
+            }
+            *now = None;
+            simulation.end()?;
+            // One that has failed is leaked: its requests in flight never end.
+            Ok(ManuallyDrop::into_inner(simulation).counts())
+        })
+    };
+}
+
 /// Runs `plan`.
 ///
 /// # Errors
@@ -135,11 +152,11 @@ pub fn run(plan: &Plan) -> Result<Counts, Failure> {
         Mode::Server => run_in::<Server>(plan),
         Mode::VhostUser => run_in::<VhostServer>(plan),
         Mode::Ublk => run_in::<UblkServer>(plan),
-        Mode::Remote => run_remote(plan),
-        Mode::Log => run_log(plan),
-        Mode::Backup => run_backup(plan),
-        Mode::Bitmaps => run_bitmaps(plan),
-        Mode::Move => run_move(plan),
+        Mode::Remote => run_steps!(plan, RemoteScenario, |it| Ok(RemoteSimulation::new(it))),
+        Mode::Log => run_steps!(plan, LogScenario, |it| Ok(LogSimulation::new(it))),
+        Mode::Backup => run_steps!(plan, BackupScenario, BackupSimulation::new),
+        Mode::Bitmaps => run_steps!(plan, BitmapsScenario, BitmapsSimulation::new),
+        Mode::Move => run_steps!(plan, MoveScenario, MoveSimulation::new),
     };
     inject_bug(None);
     nowait_server::inject(None);
@@ -195,80 +212,8 @@ fn watched(
     Err(Failure { step: now, what })
 }
 
-/// Runs a simulation without a system under test, step by step.
-fn run_steps<S>(
-    plan: &Plan,
-    new: impl FnOnce() -> Result<S, Violation>,
-    step: impl Fn(&mut S, u64) -> Result<(), Violation>,
-    end: impl FnOnce(&mut S) -> Result<Counts, Violation>,
-) -> Result<Counts, Failure> {
-    watched(|now| {
-        let mut simulation = ManuallyDrop::new(new()?);
-        for &number in &plan.steps {
-            *now = Some(number);
-            step(&mut simulation, number)?;
-        }
-        *now = None;
-        let counts = end(&mut simulation)?;
-        // One that has failed is leaked: its requests in flight never end.
-        drop(ManuallyDrop::into_inner(simulation));
-        Ok(counts)
-    })
-}
-
-fn run_remote(plan: &Plan) -> Result<Counts, Failure> {
-    let scenario = RemoteScenario::of(plan.seed);
-    let step = |simulation: &mut RemoteSimulation, n| {
-        let (action, random) = scenario.step(n);
-        simulation.step(action, random)
-    };
-    let end = |simulation: &mut RemoteSimulation| simulation.end().map(|()| simulation.counts());
-    run_steps(plan, || Ok(RemoteSimulation::new(scenario.clone())), step, end)
-}
-
-fn run_log(plan: &Plan) -> Result<Counts, Failure> {
-    let scenario = LogScenario::of(plan.seed);
-    let step = |simulation: &mut LogSimulation, n| {
-        let (action, random) = scenario.step(n);
-        simulation.step(action, random)
-    };
-    let end = |simulation: &mut LogSimulation| simulation.end().map(|()| simulation.counts());
-    run_steps(plan, || Ok(LogSimulation::new(scenario.clone())), step, end)
-}
-
-fn run_backup(plan: &Plan) -> Result<Counts, Failure> {
-    let scenario = BackupScenario::of(plan.seed);
-    let step = |simulation: &mut BackupSimulation, n| {
-        let (action, random) = scenario.step(n);
-        simulation.step(action, random)
-    };
-    let end = |simulation: &mut BackupSimulation| simulation.end().map(|()| simulation.counts());
-    run_steps(plan, || BackupSimulation::new(scenario.clone()), step, end)
-}
-
-fn run_bitmaps(plan: &Plan) -> Result<Counts, Failure> {
-    let scenario = BitmapsScenario::of(plan.seed);
-    let step = |simulation: &mut BitmapsSimulation, n| {
-        let (action, random) = scenario.step(n);
-        simulation.step(action, random)
-    };
-    let end = |simulation: &mut BitmapsSimulation| simulation.end().map(|()| simulation.counts());
-    run_steps(plan, || BitmapsSimulation::new(scenario.clone()), step, end)
-}
-
-fn run_move(plan: &Plan) -> Result<Counts, Failure> {
-    let scenario = MoveScenario::of(plan.seed);
-    let step = |simulation: &mut MoveSimulation, n| {
-        let (action, random) = scenario.step(n);
-        simulation.step(action, random)
-    };
-    let end = |simulation: &mut MoveSimulation| simulation.end().map(|()| simulation.counts());
-    run_steps(plan, || MoveSimulation::new(scenario.clone()), step, end)
-}
-
 /// Runs the plans of `next` on `threads` threads, until `next` returns `None` or a run fails; calls
 /// `on_success` after each successful run. Returns the failed plan, if any.
-#[must_use]
 pub fn run_all(
     threads: usize,
     next: impl Fn() -> Option<Plan> + Sync,
@@ -291,7 +236,6 @@ pub fn run_all(
 }
 
 /// The shortest failing version of the failing `plan` that was found within `time_limit`.
-#[must_use]
 pub fn shrink(plan: &Plan, failure: &Failure, time_limit: Duration) -> (Plan, Failure) {
     let until = Instant::now() + time_limit;
     let (mut plan, mut failure) = (plan.clone(), failure.clone());

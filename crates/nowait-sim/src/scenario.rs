@@ -160,7 +160,6 @@ pub struct Step {
 
 impl Scenario {
     /// The scenario of `seed`.
-    #[must_use]
     pub fn of(mode: Mode, seed: u64) -> Self {
         let mut random = Random::part(seed, u64::MAX);
         let block = [512, 4096].get(random.below(2) as usize).copied().unwrap_or(512);
@@ -233,7 +232,6 @@ impl Scenario {
     }
 
     /// The scenario of neighbour number `n` from 1 on: a small raw disk of its own that never fails.
-    #[must_use]
     pub fn neighbour(&self, n: u64) -> Self {
         let first = Random::part(self.seed, u64::MAX - 4 - n).next();
         let all = (first..=u64::MAX).chain(0..first).map(|seed| Self::of(Mode::Server, seed));
@@ -295,7 +293,6 @@ impl Scenario {
     }
 
     /// Removes all faults except power cuts.
-    #[must_use]
     pub fn without_faults(mut self) -> Self {
         self.faults = Faults { rot: self.faults.rot, ..Faults::default() };
         (self.silences, self.shrinks) = (0, 0);
@@ -303,25 +300,21 @@ impl Scenario {
     }
 
     /// Whether an operator changes the export of the server.
-    #[must_use]
     pub fn has_operator(&self) -> bool {
         self.changes > 0
     }
 
     /// Whether the server is paused.
-    #[must_use]
     pub fn has_pauses(&self) -> bool {
         self.pauses > 0
     }
 
     /// Whether neighbours come and go.
-    #[must_use]
     pub fn has_neighbours(&self) -> bool {
         self.neighbours > 0
     }
 
     /// Step number `n`.
-    #[must_use]
     pub fn step(&self, n: u64) -> Step {
         let mut step = self.drawn_step(n);
         if self.continues(n)
@@ -438,7 +431,6 @@ impl Scenario {
     }
 
     /// A request.
-    #[must_use]
     pub fn request(&self, random: &mut Random) -> RequestSpec {
         let op = match random.below(64) {
             0..28 => Op::Read,

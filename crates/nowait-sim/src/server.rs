@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use nowait::sim::{Random, SimQueue};
 use nowait::{Error, Operation};
-use nowait_server::{SimChange, Simulated};
+use nowait_server::{SimChange, SimThread, Simulated};
 
 use crate::clients::{Clients, RECEIVE_BYTES};
 use crate::image::Image;
@@ -15,7 +15,7 @@ use crate::model::{Time, Violation};
 use crate::neighbours::Neighbour;
 use crate::oracle::{InFlight, Oracle};
 use crate::scenario::{Action, ExportsChange, Scenario};
-use crate::system_under_test::{Health, SystemUnderTest};
+use crate::system_under_test::{Health, SystemUnderTest, change_all, drain_all};
 
 /// An action of an operator on one of several exports, by its number: 0 is the first one.
 #[derive(Clone, Copy)]
@@ -185,7 +185,7 @@ impl SystemUnderTest for Server {
     }
 
     fn settle_others(&mut self, oracle: &mut Oracle) -> Result<Health, Violation> {
-        self.threads.iter_mut().for_each(|thread| thread.change(SimChange::LiftLimits));
+        change_all(&mut self.threads, SimChange::LiftLimits);
         if self.paused != Some(0) {
             self.clients.exchange(oracle)?;
         }
@@ -225,7 +225,7 @@ impl SystemUnderTest for Server {
         let first = random.below(self.clients.count() as u64) as usize;
         match action {
             Action::Change(change) => {
-                self.threads.iter_mut().for_each(|thread| thread.change(change));
+                change_all(&mut self.threads, change);
                 oracle.changed(change);
                 return Ok(Health::Well);
             }
@@ -267,8 +267,7 @@ impl SystemUnderTest for Server {
     }
 
     fn drain(&mut self) -> Result<(), Error> {
-        self.threads.iter_mut().for_each(|thread| thread.change(SimChange::LiftLimits));
-        self.threads.iter_mut().try_for_each(|thread| thread.run_once(true))
+        drain_all(&mut self.threads)
     }
 
     fn oldest(&self) -> Time {
@@ -389,7 +388,7 @@ impl Server {
     fn resume_paused(&mut self) {
         let Some(export) = self.paused.take() else { return };
         let name = self.name(export).to_owned();
-        self.threads.iter_mut().for_each(|thread| thread.resume_of(&name, None));
+        self.threads.iter_mut().for_each(|thread| thread.resume_of(&name));
     }
 
     /// Whether the server has left all clients of a neighbour.

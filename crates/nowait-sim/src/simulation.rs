@@ -100,13 +100,11 @@ impl<S: SystemUnderTest> Simulation<S> {
     }
 
     /// The counters so far.
-    #[must_use]
     pub fn counts(&self) -> Counts {
         Counts { requests: self.system.requests(), cuts: self.cuts, operations: self.operations() }
     }
 
     /// Operations of the device so far.
-    #[must_use]
     pub fn operations(&self) -> u64 {
         self.device.operations()
     }
@@ -152,9 +150,6 @@ impl<S: SystemUnderTest> Simulation<S> {
     }
 
     /// Executes a step.
-    ///
-    /// # Errors
-    /// A violation of the contract.
     pub fn step(&mut self, step: Step) -> Result<(), Violation> {
         let Step { action, part, mut random } = step;
         self.device.reseed(random.next());
@@ -452,9 +447,6 @@ impl<S: SystemUnderTest> Simulation<S> {
     }
 
     /// Ends the run: all requests end, and all content is checked.
-    ///
-    /// # Errors
-    /// A violation of the contract.
     pub fn end(&mut self) -> Result<(), Violation> {
         let mut random = Random::part(self.scenario.seed, u64::MAX - 1);
         self.device.reseed(random.next());

@@ -21,7 +21,6 @@ fn wrong(error: impl std::fmt::Display) -> Violation {
 }
 
 /// Whether the images of a scenario have a bitmap: those of a half, if their storage has room for it.
-#[must_use]
 pub fn is_wanted(scenario: &Scenario) -> bool {
     let has_room = scenario.qcow2.is_some() && scenario.device.capacity == u64::MAX;
     has_room && Random::part(scenario.seed, u64::MAX - 32).below(2) == 0

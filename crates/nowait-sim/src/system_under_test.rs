@@ -4,6 +4,7 @@
 
 use nowait::Error;
 use nowait::sim::Random;
+use nowait_server::{SimChange, SimThread};
 
 use crate::image::Image;
 use crate::model::{Time, Violation};
@@ -12,7 +13,6 @@ use crate::scenario::{Action, ExportsChange, Scenario};
 
 /// The state of a system after a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use]
 pub enum Health {
     /// It continues.
     Well,
@@ -38,6 +38,28 @@ impl Health {
             Err(error) => Err(Violation::new(format!("a thread has failed: {error}"))),
         }
     }
+}
+
+/// Runs an iteration of thread number `part` of a server.
+pub fn run_iteration(
+    threads: &mut [impl SimThread],
+    part: usize,
+    waits: bool,
+    oracle: &mut Oracle,
+) -> Result<Health, Violation> {
+    let Some(thread) = threads.get_mut(part) else { return Ok(Health::Well) };
+    Health::after_iteration(thread.run_once(waits), oracle)
+}
+
+/// An operator changes the export of a server's threads.
+pub fn change_all(threads: &mut [impl SimThread], change: SimChange) {
+    threads.iter_mut().for_each(|thread| thread.change(change));
+}
+
+/// All threads of a server, which no limits hold up, make progress; answers are discarded.
+pub fn drain_all(threads: &mut [impl SimThread]) -> Result<(), Error> {
+    change_all(threads, SimChange::LiftLimits);
+    threads.iter_mut().try_for_each(|thread| thread.run_once(true))
 }
 
 /// A system that serves requests on a device.
@@ -79,17 +101,11 @@ pub trait SystemUnderTest: Sized {
     }
 
     /// Whether the change of an export has been made, and the requests of all others were answered.
-    ///
-    /// # Errors
-    /// A violation of the contract.
     fn has_changed(&mut self) -> Result<bool, Violation> {
         Ok(true)
     }
 
     /// All parts and the clients of all exports that are not paused make progress.
-    ///
-    /// # Errors
-    /// A violation of the contract.
     fn settle_others(&mut self, oracle: &mut Oracle) -> Result<Health, Violation> {
         self.settle(oracle)
     }
@@ -106,17 +122,11 @@ pub trait SystemUnderTest: Sized {
     }
 
     /// Checks all content of devices of its own.
-    ///
-    /// # Errors
-    /// A violation of the contract.
     fn check(&mut self) -> Result<(), Violation> {
         Ok(())
     }
 
     /// Executes one action of part `part` of the system, or of a client.
-    ///
-    /// # Errors
-    /// A violation of the contract.
     fn act(
         &mut self,
         action: Action,
@@ -126,9 +136,6 @@ pub trait SystemUnderTest: Sized {
     ) -> Result<Health, Violation>;
 
     /// All parts and clients make progress, without new requests.
-    ///
-    /// # Errors
-    /// A violation of the contract.
     fn settle(&mut self, oracle: &mut Oracle) -> Result<Health, Violation>;
 
     /// Whether no work is left.

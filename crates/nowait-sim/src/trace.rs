@@ -2,7 +2,7 @@
 //!
 //! Invariant: the text of a plan is read back as the same plan.
 
-use std::fmt::Write;
+use std::fmt::{Debug, Write};
 
 use nowait::sim::Fault;
 
@@ -15,7 +15,6 @@ use crate::run::{InjectedBug, Plan};
 use crate::scenario::Mode;
 
 /// The command-line name of a bug: that of its variant, in small letters with hyphens.
-#[must_use]
 pub fn name_of(bug: InjectedBug) -> String {
     let variant = match bug {
         InjectedBug::Engine(bug) => format!("{bug:?}"),
@@ -34,13 +33,11 @@ pub fn name_of(bug: InjectedBug) -> String {
 }
 
 /// The bug with this name.
-#[must_use]
 pub fn bug_of(name: &str) -> Option<InjectedBug> {
     InjectedBug::all().into_iter().find(|&bug| name_of(bug) == name)
 }
 
 /// The text of `plan`, one line for each field.
-#[must_use]
 pub fn write(plan: &Plan) -> String {
     let mut text = format!("mode {}\nseed {}\n", plan.mode.name(), plan.seed);
     if let Some(bug) = plan.bug {
@@ -65,7 +62,6 @@ pub fn write(plan: &Plan) -> String {
 }
 
 /// Parses the text of a plan; lines beginning with `#` are ignored. `None` when it is invalid.
-#[must_use]
 pub fn read(text: &str) -> Option<Plan> {
     let mut plan = Plan::new(Mode::Engine, 0, 0);
     for line in text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty()) {
@@ -96,42 +92,50 @@ pub fn read(text: &str) -> Option<Plan> {
     Some(plan)
 }
 
-/// The actions of `plan`, a line for each step.
-#[must_use]
-pub fn describe(plan: &Plan) -> String {
-    match plan.mode {
-        Mode::Remote => {
-            let scenario = RemoteScenario::of(plan.seed);
-            lines(plan, |n| format!("{:?}", scenario.step(n).0))
+/// Calls `$each` with the scenario of `$plan`, and with a function that describes its step of a number.
+macro_rules! of_scenario {
+    ($plan:expr, $each:expr, $($mode:ident: $scenario:ident),*) => {
+        match $plan.mode {
+            $(Mode::$mode => {
+                let scenario = $scenario::of($plan.seed);
+                $each(&scenario, &|n| format!("{:?}", scenario.step(n).0))
+            })*
+            _ => {
+                let scenario = $plan.scenario();
+                $each(&scenario, &|n| {
+                    let step = scenario.step(n);
+                    format!("part {}: {:?}", step.part, step.action)
+                })
+            }
         }
-        Mode::Log => {
-            let scenario = LogScenario::of(plan.seed);
-            lines(plan, |n| format!("{:?}", scenario.step(n).0))
-        }
-        Mode::Backup => {
-            let scenario = BackupScenario::of(plan.seed);
-            lines(plan, |n| format!("{:?}", scenario.step(n).0))
-        }
-        Mode::Bitmaps => {
-            let scenario = BitmapsScenario::of(plan.seed);
-            lines(plan, |n| format!("{:?}", scenario.step(n).0))
-        }
-        Mode::Move => {
-            let scenario = MoveScenario::of(plan.seed);
-            lines(plan, |n| format!("{:?}", scenario.step(n).0))
-        }
-        _ => {
-            let scenario = plan.scenario();
-            lines(plan, |n| {
-                let step = scenario.step(n);
-                format!("part {}: {:?}", step.part, step.action)
-            })
-        }
-    }
+    };
 }
 
-fn lines(plan: &Plan, describe: impl Fn(u64) -> String) -> String {
-    plan.steps.iter().map(|&n| format!("# {n}: {}\n", describe(n))).collect()
+/// Calls `each` as [`of_scenario`] does.
+fn with_scenario(
+    plan: &Plan,
+    each: impl FnOnce(&dyn Debug, &dyn Fn(u64) -> String) -> String,
+) -> String {
+    of_scenario!(
+        plan,
+        each,
+        Remote: RemoteScenario,
+        Log: LogScenario,
+        Backup: BackupScenario,
+        Bitmaps: BitmapsScenario,
+        Move: MoveScenario
+    )
+}
+
+/// The scenario of `plan`, on several lines.
+pub fn scenario_of(plan: &Plan) -> String {
+    with_scenario(plan, |scenario, _| format!("{scenario:#?}"))
+}
+
+/// The actions of `plan`, a line for each step.
+pub fn describe(plan: &Plan) -> String {
+    let line = |n: u64, step: &dyn Fn(u64) -> String| format!("# {n}: {}\n", step(n));
+    with_scenario(plan, |_, step| plan.steps.iter().map(|&n| line(n, step)).collect())
 }
 
 #[cfg(test)]

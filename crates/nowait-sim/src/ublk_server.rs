@@ -8,14 +8,14 @@ use std::collections::VecDeque;
 
 use nowait::sim::{Random, SimQueue};
 use nowait::{Error, Flags, Op};
-use nowait_server::{SimChange, SimUblkRequest, SimulatedUblk};
+use nowait_server::{SimChange, SimThread, SimUblkRequest, SimulatedUblk};
 
 use crate::image::Image;
 use crate::model::{Time, Violation};
 use crate::oracle::{InFlight, Oracle};
 use crate::pattern;
 use crate::scenario::{Action, MAX_REQUEST_BYTES, RequestSpec, Scenario};
-use crate::system_under_test::{Health, SystemUnderTest};
+use crate::system_under_test::{Health, SystemUnderTest, change_all, drain_all, run_iteration};
 
 /// Requests of a queue that a server has at the same time.
 const DEPTH: u16 = 4;
@@ -188,16 +188,6 @@ impl UblkServer {
         Ok(())
     }
 
-    fn run_iteration(
-        &mut self,
-        part: usize,
-        waits: bool,
-        oracle: &mut Oracle,
-    ) -> Result<Health, Violation> {
-        let Some(thread) = self.threads.get_mut(part) else { return Ok(Health::Well) };
-        Health::after_iteration(thread.run_once(waits), oracle)
-    }
-
     /// The server dies after an iteration of a thread; what it has submitted is answered.
     fn die(
         &mut self,
@@ -205,7 +195,7 @@ impl UblkServer {
         oracle: &mut Oracle,
         random: &mut Random,
     ) -> Result<Health, Violation> {
-        let health = self.run_iteration(part, random.below(2) == 0, oracle)?;
+        let health = run_iteration(&mut self.threads, part, random.below(2) == 0, oracle)?;
         for (queue, thread) in self.queues.iter_mut().zip(&mut self.threads) {
             thread.die(random.below(4) as usize);
             queue.receive(thread, oracle)?;
@@ -257,25 +247,25 @@ impl SystemUnderTest for UblkServer {
             Action::Receive => self.exchange(part, oracle)?,
             Action::Die => return self.die(part, oracle, random),
             Action::Change(change) => {
-                self.threads.iter_mut().for_each(|thread| thread.change(change));
+                change_all(&mut self.threads, change);
                 oracle.changed(change);
             }
             Action::Wait => {
                 if self.pauses {
                     self.exchange(part, oracle)?;
                 }
-                return self.run_iteration(part, true, oracle);
+                return run_iteration(&mut self.threads, part, true, oracle);
             }
-            _ => return self.run_iteration(part, false, oracle),
+            _ => return run_iteration(&mut self.threads, part, false, oracle),
         }
         Ok(Health::Well)
     }
 
     fn settle(&mut self, oracle: &mut Oracle) -> Result<Health, Violation> {
-        self.threads.iter_mut().for_each(|thread| thread.change(SimChange::LiftLimits));
+        change_all(&mut self.threads, SimChange::LiftLimits);
         for part in 0..self.threads.len() {
             self.exchange(part, oracle)?;
-            if self.run_iteration(part, true, oracle)? == Health::Down {
+            if run_iteration(&mut self.threads, part, true, oracle)? == Health::Down {
                 return Ok(Health::Down);
             }
         }
@@ -296,8 +286,7 @@ impl SystemUnderTest for UblkServer {
     }
 
     fn drain(&mut self) -> Result<(), Error> {
-        self.threads.iter_mut().for_each(|thread| thread.change(SimChange::LiftLimits));
-        self.threads.iter_mut().try_for_each(|thread| thread.run_once(true))
+        drain_all(&mut self.threads)
     }
 
     fn oldest(&self) -> Time {

@@ -5,13 +5,13 @@
 
 use nowait::Error;
 use nowait::sim::{Random, SimQueue};
-use nowait_server::{SimChange, SimVhostDevice, SimulatedVhost, die_after};
+use nowait_server::{SimChange, SimThread, SimVhostDevice, SimulatedVhost, die_after};
 
 use crate::image::Image;
 use crate::model::{Time, Violation};
 use crate::oracle::{InFlight, Oracle};
 use crate::scenario::{Action, Scenario};
-use crate::system_under_test::{Health, SystemUnderTest};
+use crate::system_under_test::{Health, SystemUnderTest, change_all, drain_all, run_iteration};
 use crate::virtio_driver::Driver;
 
 /// Steps that others can see, within which a server dies.
@@ -70,24 +70,14 @@ impl VhostServer {
         Ok(())
     }
 
-    fn run_iteration(
-        &mut self,
-        part: usize,
-        waits: bool,
-        oracle: &mut Oracle,
-    ) -> Result<Health, Violation> {
-        let Some(thread) = self.threads.get_mut(part) else { return Ok(Health::Well) };
-        Health::after_iteration(thread.run_once(waits), oracle)
-    }
-
-    /// The same, of a server that is not dying: its device goes on.
+    /// Like [`run_iteration`], of a server that is not dying: its device goes on.
     fn serve(
         &mut self,
         part: usize,
         waits: bool,
         oracle: &mut Oracle,
     ) -> Result<Health, Violation> {
-        let health = self.run_iteration(part, waits, oracle)?;
+        let health = run_iteration(&mut self.threads, part, waits, oracle)?;
         match self.device.is_broken() {
             true => Err(Violation::new("the guest is served no more".to_owned())),
             false => Ok(health),
@@ -102,7 +92,7 @@ impl VhostServer {
         random: &mut Random,
     ) -> Result<Health, Violation> {
         die_after(Some(random.below(STEPS) as u32));
-        let health = self.run_iteration(part, random.below(2) == 0, oracle);
+        let health = run_iteration(&mut self.threads, part, random.below(2) == 0, oracle);
         die_after(None);
         self.device.kill();
         self.is_dead = true;
@@ -169,7 +159,7 @@ impl SystemUnderTest for VhostServer {
             Action::Receive => self.driver.receive(part, oracle)?,
             Action::Die => return self.die(part, oracle, random),
             Action::Change(change) => {
-                self.threads.iter_mut().for_each(|thread| thread.change(change));
+                change_all(&mut self.threads, change);
                 oracle.changed(change);
             }
             Action::Wait => return self.serve(part, true, oracle),
@@ -179,7 +169,7 @@ impl SystemUnderTest for VhostServer {
     }
 
     fn settle(&mut self, oracle: &mut Oracle) -> Result<Health, Violation> {
-        self.threads.iter_mut().for_each(|thread| thread.change(SimChange::LiftLimits));
+        change_all(&mut self.threads, SimChange::LiftLimits);
         for part in 0..self.threads.len() {
             self.driver.receive(part, oracle)?;
             if self.serve(part, true, oracle)? == Health::Down {
@@ -201,8 +191,7 @@ impl SystemUnderTest for VhostServer {
     }
 
     fn drain(&mut self) -> Result<(), Error> {
-        self.threads.iter_mut().for_each(|thread| thread.change(SimChange::LiftLimits));
-        self.threads.iter_mut().try_for_each(|thread| thread.run_once(true))
+        drain_all(&mut self.threads)
     }
 
     fn oldest(&self) -> Time {

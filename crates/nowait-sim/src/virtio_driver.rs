@@ -86,13 +86,11 @@ impl Driver {
     }
 
     /// The guest.
-    #[must_use]
     pub fn guest(&self) -> &SimGuest {
         &self.guest
     }
 
     /// The parameters of queue `number` that a server is told.
-    #[must_use]
     pub fn ring(&self, number: usize) -> Option<(u16, SimRing, bool)> {
         let DriverQueue { at, event_idx, .. } = *self.queues.get(number)?;
         let ring = SimRing { descriptors: at, available: at + AVAILABLE_AT, used: at + USED_AT };
@@ -100,9 +98,6 @@ impl Driver {
     }
 
     /// The server that has answered until now has died.
-    ///
-    /// # Errors
-    /// A violation of the contract.
     pub fn server_died(&mut self) -> Result<(), Violation> {
         for queue in &mut self.queues {
             queue.alive_from = gone(read_u16(&self.guest, queue.at + USED_AT + 2))?;
@@ -111,7 +106,6 @@ impl Driver {
     }
 
     /// Whether no request is unanswered.
-    #[must_use]
     pub fn is_idle(&self) -> bool {
         self.in_flight().next().is_none()
     }
@@ -122,16 +116,12 @@ impl Driver {
     }
 
     /// When the oldest request in flight began.
-    #[must_use]
     pub fn oldest(&self) -> Time {
         self.in_flight().map(|flight| flight.began).min().unwrap_or(Time::MAX)
     }
 
     /// Makes a request available on queue `number`. Returns whether the device is to be kicked, or
     /// `None` if there is no room.
-    ///
-    /// # Errors
-    /// A violation of the contract.
     pub fn ask(
         &mut self,
         number: usize,
@@ -166,9 +156,6 @@ impl Driver {
     }
 
     /// Takes the answers of queue `number`, if the driver was called.
-    ///
-    /// # Errors
-    /// A violation of the contract.
     pub fn receive(&mut self, number: usize, oracle: &mut Oracle) -> Result<(), Violation> {
         let Some(queue) = self.queues.get_mut(number) else { return Ok(()) };
         if !self.guest.take_call(number) {

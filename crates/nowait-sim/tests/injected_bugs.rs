@@ -287,6 +287,11 @@ fn a_bitmap_whose_removal_comes_undone_when_the_power_fails_is_found() {
 }
 
 #[test]
+fn a_region_of_a_bitmap_that_is_closed_while_a_write_in_it_is_in_flight_is_found() {
+    is_found_in(Mode::Bitmaps, InjectedBug::Image(ImageBug::CoolInFlight));
+}
+
+#[test]
 fn bitmaps_of_a_raw_disk_that_another_program_has_written_to_and_that_are_trusted_are_found() {
     is_found_in(Mode::Bitmaps, InjectedBug::Image(ImageBug::TrustChangedDisk));
 }

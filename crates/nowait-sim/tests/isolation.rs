@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use nowait::sim::{Faults, Random, SimDevice, SimOptions, SimQueue};
 use nowait::{ByteRange, Config, Direct, Flags, Op};
-use nowait_server::Simulated;
+use nowait_server::{SimThread, Simulated};
 use nowait_sim::clients::Clients;
 use nowait_sim::coroutines::Coroutines;
 use nowait_sim::image::{Image, Opening};

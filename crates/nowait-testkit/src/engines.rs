@@ -125,6 +125,56 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> WaitForRequests for Engine<Q, M> {
     }
 }
 
+/// Methods of an [`IoQueue`] that do what those of its field do: `pass_on!(self.queue: attach detach events)`.
+#[macro_export]
+macro_rules! pass_on {
+    (self.$field:ident: $($method:ident)*) => {
+        $($crate::pass_on!(@$method $field);)*
+    };
+    (@attach $field:ident) => {
+        fn attach(&mut self, files: &[::nowait::QueueFile<'_>]) -> Result<u32, ::nowait::Error> {
+            self.$field.attach(files)
+        }
+    };
+    (@detach $field:ident) => {
+        fn detach(&mut self, first: u32, count: u32) {
+            self.$field.detach(first, count);
+        }
+    };
+    (@submit $field:ident) => {
+        fn submit(&mut self) -> Result<(), ::nowait::Error> {
+            self.$field.submit()
+        }
+    };
+    (@drain_completions $field:ident) => {
+        fn drain_completions(
+            &mut self,
+            sink: impl FnMut(::nowait::Token, ::nowait::Outcome),
+        ) -> usize {
+            self.$field.drain_completions(sink)
+        }
+    };
+    (@wait $field:ident) => {
+        fn wait(&mut self, timeout: Option<std::time::Duration>) -> Result<(), ::nowait::Error> {
+            self.$field.wait(timeout)
+        }
+    };
+    (@has_completions $field:ident) => {
+        fn has_completions(&mut self) -> bool {
+            self.$field.has_completions()
+        }
+    };
+    (@events $field:ident) => {
+        fn events(&self) -> &dyn ::nowait::EventSource {
+            self.$field.events()
+        }
+
+        fn events_mut(&mut self) -> &mut dyn ::nowait::EventSource {
+            self.$field.events_mut()
+        }
+    };
+}
+
 /// Any of the engine's queues.
 #[allow(clippy::large_enum_variant, reason = "there is one of it")]
 pub enum TestQueue {

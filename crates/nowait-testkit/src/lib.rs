@@ -21,6 +21,8 @@ pub mod qcow2_image;
 pub mod certificates;
 pub mod nbd;
 pub mod control_socket;
+#[cfg(feature = "control")]
+pub mod noting_server;
 #[cfg(feature = "web")]
 pub mod web_request;
 #[cfg(feature = "web")]

@@ -13,6 +13,17 @@ use crate::process::output;
 /// Debian's interpreter: Debian's libnbd binding is built only for it.
 pub const PYTHON: &str = "/usr/bin/python3";
 
+/// Ends the test, which returns nothing, without what it needs: `needs!(require_qemu() && require_tool("fio"))`. A need
+/// that is not there says so by [`skip`].
+#[macro_export]
+macro_rules! needs {
+    ($is_there:expr) => {
+        if !$is_there {
+            return;
+        }
+    };
+}
+
 /// Prints why a test is skipped; fails it instead with `NOWAIT_REQUIRE_TOOLS=1`. Always false.
 pub fn skip(why: &str) -> bool {
     assert_ne!(

@@ -19,7 +19,6 @@ impl TokenService {
     ///
     /// # Panics
     /// There is no port.
-    #[must_use]
     pub fn start(key: &str, secret: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let port = listener.local_addr().expect("an address").port();
@@ -35,13 +34,11 @@ impl TokenService {
     }
 
     /// Its URL without a path.
-    #[must_use]
     pub fn root(&self) -> String {
         format!("http://127.0.0.1:{}", self.port)
     }
 
     /// The token of the last request.
-    #[must_use]
     pub fn last_token(&self) -> Option<String> {
         self.tokens.lock().unwrap_or_else(PoisonError::into_inner).last().cloned()
     }

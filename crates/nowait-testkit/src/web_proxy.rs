@@ -23,7 +23,6 @@ impl WebProxy {
     ///
     /// # Panics
     /// There is no port.
-    #[must_use]
     pub fn start(port: u16, password: Option<&'static str>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let own = listener.local_addr().expect("an address").port();
@@ -39,13 +38,11 @@ impl WebProxy {
     }
 
     /// HOST:PORT of the proxy.
-    #[must_use]
     pub fn address(&self) -> String {
         format!("127.0.0.1:{}", self.port)
     }
 
     /// The methods and targets that were asked for, and their header Proxy-Authorization.
-    #[must_use]
     pub fn asked(&self) -> Vec<(String, Option<String>)> {
         self.asked.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

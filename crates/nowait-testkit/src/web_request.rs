@@ -35,9 +35,15 @@ impl Request {
         }
         let mut request = Self { method, path, headers, body: Vec::new() };
         let len = request.header("content-length").and_then(|it| it.parse().ok()).unwrap_or(0);
-        request.body.resize(Some(len).filter(|len| *len <= BODY_BYTES)?, 0);
+        request.body = vec![0; Some(len).filter(|len| *len <= BODY_BYTES)?];
         reader.read_exact(&mut request.body).ok()?;
         Some(request)
+    }
+
+    pub(crate) fn without_body(&self) -> Self {
+        let (method, path, headers) =
+            (self.method.clone(), self.path.clone(), self.headers.clone());
+        Self { method, path, headers, body: Vec::new() }
     }
 
     /// The path without the query.
@@ -50,7 +56,6 @@ impl Request {
     }
 
     /// The value of the first header with this name in lower case.
-    #[must_use]
     pub fn header(&self, name: &str) -> Option<&str> {
         self.headers.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }

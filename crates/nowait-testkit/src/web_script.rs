@@ -97,7 +97,7 @@ pub struct Script {
     pub signer: Option<Signer>,
     /// The values of the header Accept-Encoding of all requests.
     pub accepted: Vec<Option<String>>,
-    /// All requests.
+    /// All requests, without their bodies.
     pub requests: Vec<Request>,
     /// The ranges that were asked for, with `None` for a request without one.
     pub ranges: Vec<Option<(u64, u64)>>,
@@ -126,7 +126,7 @@ pub(crate) fn answer_of(
 ) -> (Vec<u8>, Option<Lie>, Duration) {
     let mut script = script.lock().unwrap_or_else(PoisonError::into_inner);
     script.ranges.push(request.range());
-    script.requests.push(request.clone());
+    script.requests.push(request.without_body());
     script.accepted.push(request.header("accept-encoding").map(str::to_owned));
     let call = Call::of(request);
     let place = script.upload_lies.iter().position(|(on, _)| Some(*on) == call);
@@ -191,8 +191,9 @@ fn answer(request: &Request, script: &mut Script, lie: Option<&Lie>) -> Vec<u8> 
         return match bucket.answer(request, script.uploads.knows_no_conditions) {
             Found::Status(number, more, body) => status(number, &more, &body),
             Found::Object(object) => {
-                let (tag, date) = (object.tag.clone(), object.date());
-                object_answer(request, (&tag, &date, object.bytes.clone()), String::new(), lie)
+                let date = object.date();
+                let said = (object.tag.as_str(), date.as_str(), object.bytes.as_slice());
+                object_answer(request, said, String::new(), lie)
             }
         };
     }
@@ -202,10 +203,10 @@ fn answer(request: &Request, script: &mut Script, lie: Option<&Lie>) -> Vec<u8> 
     if path != script.path || script.is_absent || !query.is_empty() && version.is_none() {
         return status(404, "", "<Error><Code>NoSuchKey</Code></Error>");
     }
-    let (mut tag, mut object) = (script.tag.as_str(), script.object.clone());
+    let (mut tag, mut object) = (script.tag.as_str(), script.object.as_slice());
     let mut more = String::new();
     if let Some((name, bytes)) = version {
-        (tag, object) = ("\"old\"", bytes.clone());
+        (tag, object) = ("\"old\"", bytes);
         let id = name.split_once('=').map_or("", |(_, id)| id);
         for header in ["x-amz-version-id", "x-goog-generation", "x-ms-version-id"] {
             let _ = write!(more, "{header}: {id}\r\n");
@@ -217,13 +218,12 @@ fn answer(request: &Request, script: &mut Script, lie: Option<&Lie>) -> Vec<u8> 
 /// The answer to a request for an object with this tag, date and content.
 fn object_answer(
     request: &Request,
-    (mut tag, date, mut object): (&str, &str, Vec<u8>),
+    (mut tag, date, object): (&str, &str, &[u8]),
     mut more: String,
     lie: Option<&Lie>,
 ) -> Vec<u8> {
     let status = |number, more: &str, body: &str| plain(request, number, more, body);
-    if let Some(Lie::Other(byte, other)) = lie {
-        object.fill(*byte);
+    if let Some(Lie::Other(_, other)) = lie {
         tag = other;
     } else if request.header("if-match").is_some_and(|wanted| wanted != tag)
         || request.header("if-unmodified-since").is_some_and(|wanted| wanted != date)
@@ -244,9 +244,12 @@ fn object_answer(
             let _ = write!(more, "content-range: bytes {start}-{}/{size}\r\n", end - 1);
             (206, object.get(start as usize..end as usize).unwrap_or_default())
         }
-        _ => (200, object.as_slice()),
+        _ => (200, object),
     };
-    framed(request, number, more, body, lie)
+    match lie {
+        Some(Lie::Other(byte, _)) => framed(request, number, more, &vec![*byte; body.len()], lie),
+        _ => framed(request, number, more, body, lie),
+    }
 }
 
 /// The answer with this status, the headers `more` and `body`.

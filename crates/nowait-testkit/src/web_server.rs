@@ -26,7 +26,6 @@ impl WebServer {
     ///
     /// # Panics
     /// There is no port.
-    #[must_use]
     pub fn start(object: Vec<u8>, path: &str) -> Self {
         Self::start_at("127.0.0.1:0", object, path)
     }
@@ -35,7 +34,6 @@ impl WebServer {
     ///
     /// # Panics
     /// It is in use.
-    #[must_use]
     pub fn start_at(address: &str, object: Vec<u8>, path: &str) -> Self {
         let listener = TcpListener::bind(address).expect("a port");
         let port = listener.local_addr().expect("an address").port();
@@ -60,13 +58,11 @@ impl WebServer {
     }
 
     /// The URL without a path.
-    #[must_use]
     pub fn root(&self) -> String {
         format!("http://127.0.0.1:{}", self.port)
     }
 
     /// The URL of the object.
-    #[must_use]
     pub fn url(&self) -> String {
         format!("{}{}", self.root(), self.script().path)
     }
@@ -77,7 +73,6 @@ impl WebServer {
     }
 
     /// Bytes of all ranges that were asked for.
-    #[must_use]
     pub fn asked_bytes(&self) -> u64 {
         self.script().ranges.iter().flatten().map(|(start, end)| end - start).sum()
     }

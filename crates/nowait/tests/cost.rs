@@ -22,9 +22,7 @@ const LIMITS: [Case; 6] = [
 ];
 
 fn check(profile: &str, limits: impl Fn([[u64; 2]; 2]) -> [u64; 2]) {
-    if !require_tool("valgrind") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("valgrind"));
     let mut exceeded = Vec::new();
     for (name, case, dist, release) in LIMITS {
         let example = Example::of(profile, "nowait", env!("CARGO_MANIFEST_DIR"), name);

@@ -108,9 +108,7 @@ fn where_memory_cannot_be_locked_a_ring_is_smaller_and_registers_nothing_and_ser
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let directory = tempfile::tempdir().expect("a directory");
     let disk = disk_in(directory.path());
-    if !has_io_uring() {
-        return;
-    }
+    nowait_testkit::needs!(has_io_uring());
     // Enough for a few small rings and for none of full size, on kernels that count rings.
     let _limit = Limit::of_bytes(64 << 10);
     let mut rings = Vec::new();
@@ -140,9 +138,7 @@ fn an_eighth_of_the_limit_is_registered_and_all_buffers_where_the_limit_does_not
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let directory = tempfile::tempdir().expect("a directory");
     let disk = disk_in(directory.path());
-    if !has_io_uring() {
-        return;
-    }
+    nowait_testkit::needs!(has_io_uring());
     let limited = Limit::of_bytes(8 << 20);
     assert_eq!(RegisteredMemory::of_this_process().limit_bytes, Some(1 << 20));
     assert!(registered_of_four_mebibytes(&disk) <= 1 << 20);
@@ -165,9 +161,7 @@ fn engines_that_were_dropped_leave_nothing_pinned_while_their_thread_goes_on() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let directory = tempfile::tempdir().expect("a directory");
     let disk = disk_in(directory.path());
-    if !has_io_uring() {
-        return;
-    }
+    nowait_testkit::needs!(has_io_uring());
     let before = pinned_bytes();
     for round in 0..400 {
         let during = use_engine(&disk).unwrap_or_else(|error| panic!("round {round}: {error}"));
@@ -187,9 +181,7 @@ fn a_file_system_can_be_unmounted_as_soon_as_its_engines_were_dropped() {
     let Some(mounted) = mounted else { return };
     for round in 0..8 {
         let disk = disk_in(directory.path());
-        if !has_io_uring() {
-            return;
-        }
+        nowait_testkit::needs!(has_io_uring());
         use_engine(&disk).unwrap_or_else(|error| panic!("round {round}: {error}"));
     }
     assert!(mounted.unmount(), "something still uses it");

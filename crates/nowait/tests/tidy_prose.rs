@@ -15,7 +15,7 @@ const NO_NOUNS_IN_COMMENTS: usize = 5;
 /// "beside" in comments and texts.
 const BESIDE: usize = 267;
 /// "ends" and "ended", for which there are completes, closes, exits.
-const ENDS: usize = 1346;
+const ENDS: usize = 1345;
 
 fn sources_below(directory: &Path, files: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(directory).unwrap() {

@@ -29,8 +29,12 @@ pub(crate) struct Block(pub(crate) [u8; Block::BYTES]);
 impl Block {
     pub(crate) const BYTES: usize = 16 << 10;
 
+    pub(crate) fn zeros() -> Box<Block> {
+        Box::new(Block([0; Block::BYTES]))
+    }
+
     pub(crate) fn random() -> Box<Block> {
-        let mut block = Box::new(Block([0; Block::BYTES]));
+        let mut block = Block::zeros();
         Rng::with_seed(1).fill(&mut block.0);
         block
     }

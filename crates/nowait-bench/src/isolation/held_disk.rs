@@ -193,38 +193,55 @@ impl Filesystem for Files {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use nowait::{
-        BlockDevice, ByteRange, Completion, Config, Engine, Flags, Op, OpenOptions, Request,
-        WorkerPool,
+        BlockDevice, ByteRange, Completion, Config, Engine, FileStorage, Flags, Op, OpenOptions,
+        Request, Storage, WorkerPool,
     };
-    use nowait_testkit::{TestQueueKind, WaitForRequests, skip, wait_until};
+    use nowait_testkit::{BOUND, TestQueueKind, WaitForRequests, output, skip, wait_until};
 
     use super::*;
 
     const BLOCK: u64 = 4096;
-    const READS: u64 = 8;
+    /// More than the kernel's workers of a ring, and than the threads of a queue without one.
+    const READS: u64 = 24;
 
-    /// The workers wait in the first reads of a file system that never answers. The engine's thread does not.
-    #[test]
-    fn c89_reads_that_a_file_system_never_answers_leave_the_thread_of_the_engine_to_others() {
-        let directory = tempfile::tempdir().unwrap();
-        let (mount, good) = (directory.path().join("mount"), directory.path().join("good"));
-        std::fs::create_dir(&mount).unwrap();
-        std::fs::write(&good, [1; BLOCK as usize]).unwrap();
-        let held = match HeldDisk::mount(&mount, 1 << 20) {
-            Ok(held) => held,
-            Err(error) => {
-                skip(&format!("no FUSE file system can be mounted: {error}"));
-                return;
+    /// A directory with the file `good`, and one where a disk that can stop answering is mounted, which is unmounted first.
+    struct Places {
+        held: HeldDisk,
+        good: PathBuf,
+        directory: tempfile::TempDir,
+    }
+
+    impl Places {
+        /// `None`, and a message, where no FUSE file system can be mounted.
+        fn new() -> Option<Self> {
+            let directory = tempfile::tempdir().unwrap();
+            let [mount, files] = ["mount", "files"].map(|name| directory.path().join(name));
+            [&mount, &files].iter().for_each(|path| std::fs::create_dir(path).unwrap());
+            let good = files.join("good");
+            std::fs::write(&good, [1; BLOCK as usize]).unwrap();
+            match HeldDisk::mount(&mount, 1 << 20) {
+                Ok(held) => Some(Self { held, good, directory }),
+                Err(error) => {
+                    skip(&format!("no FUSE file system can be mounted: {error}"));
+                    None
+                }
             }
-        };
+        }
+    }
+
+    /// Workers wait in the first reads of `hung`, which the file system never answers. The engine's thread does not, nor
+    /// does a read of `other`.
+    fn never_answered_reads_leave_others_alone(held: &HeldDisk, hung: &Path, other: &Path) {
         for kind in TestQueueKind::REAL {
             let config = Config { slots: 64, ..Config::default() };
             let Some(queue) = kind.queue(config.slots) else { continue };
             held.set(Answer::Zeros);
             let open = |path| BlockDevice::open(path, OpenOptions::new().read_only(true)).unwrap();
             let mut engine = Engine::new(queue, WorkerPool::new(4), config).unwrap();
-            let [hung, other] = [held.path(), &good].map(|path| Arc::new(open(path)));
+            let [hung, other] = [hung, other].map(|path| Arc::new(open(path)));
             let [hung, other] = [hung, other].map(|disk| engine.attach(disk).unwrap());
             held.set(Answer::Never);
             let io = |n| {
@@ -239,8 +256,9 @@ mod tests {
             wait_until("a read to hang", || !held.reads.lock().held.is_empty());
             let buf = engine.buffer(&other, io(0).range).unwrap();
             assert!(engine.submit(&other, io(0), buf, READS).is_ok(), "{kind:?}");
-            let mut done = Vec::new();
+            let (mut done, begun) = (Vec::new(), Instant::now());
             while done.is_empty() {
+                assert!(begun.elapsed() < BOUND, "the other read waits, too: {kind:?}");
                 engine.wait(Some(Duration::from_secs(1)), &mut |_, _| {}).unwrap();
                 done.extend(std::iter::from_fn(|| engine.next()));
             }
@@ -255,6 +273,45 @@ mod tests {
             let (cancelled, failed) = (of(libc::ECANCELED), of(libc::EIO));
             assert!(failed > 0 && cancelled > 0, "{kind:?}: {failed} and {cancelled}");
             assert_eq!(cancelled + failed, READS, "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn c89_reads_that_a_file_system_never_answers_leave_the_thread_of_the_engine_to_others() {
+        let Some(places) = Places::new() else { return };
+        never_answered_reads_leave_others_alone(&places.held, places.held.path(), &places.good);
+    }
+
+    /// An overlay of the disk's file system and of that of `good`: files of both take no `RWF_NOWAIT`.
+    #[test]
+    fn c97_reads_that_never_end_of_a_file_without_nowait_leave_other_such_files_alone() {
+        let Some(places) = Places::new() else { return };
+        let Places { held, good, directory } = &places;
+        let overlay = directory.path().join("overlay");
+        std::fs::create_dir(&overlay).unwrap();
+        let [upper, lower] = [good, held.path()].map(|file| file.parent().unwrap().display());
+        let layers = format!("lowerdir={upper}:{lower}");
+        let mut mount = Command::new("mount");
+        let mounted = output(mount.args(["-t", "overlay", "-o", &layers, "none"]).arg(&overlay));
+        if !mounted.status.success() {
+            skip("no overlay can be mounted by this user");
+            return;
+        }
+        let overlay = Unmounted(overlay);
+        let [hung, other] =
+            [held.path(), good].map(|file| overlay.0.join(file.file_name().unwrap()));
+        let properties =
+            FileStorage::open(&hung, OpenOptions::new().read_only(true)).unwrap().properties();
+        assert!(!properties.nowait && properties.waits_in_queue);
+        never_answered_reads_leave_others_alone(held, &hung, &other);
+    }
+
+    /// A mount point, unmounted at the end.
+    struct Unmounted(PathBuf);
+
+    impl Drop for Unmounted {
+        fn drop(&mut self) {
+            let _ = Command::new("umount").args(["-l"]).arg(&self.0).output();
         }
     }
 }

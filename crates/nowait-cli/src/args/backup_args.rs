@@ -336,7 +336,7 @@ Examples:
   nowait restore /srv/backups/disk@3 disk.qcow2          # an earlier one, of 'nowait backup list'
   nowait restore /srv/backups/disk /dev/vdb --force --verify
   nowait restore s3://backups/disk@3 disk.img
-  nowait restore /srv/backups/disk@3 --serve /run/point.sock &   # nbd+unix:///?socket=/run/point.sock
+  nowait restore /srv/backups/disk@3 --serve /run/point.sock &   # an NBD export
 
 JSON keys:
   from, to, to_format, size_bytes, data_bytes, zero_bytes, seconds, verified (true or false)

@@ -356,7 +356,8 @@ pub(crate) enum BitmapAction {
         #[arg(long)]
         disabled: bool,
         /// Keep it in memory only; without this it is stored in a qcow2 image, or in IMAGE.bitmaps.qcow2 beside a
-        /// raw one, or in the directory of serve --bitmap-dir, if the image is written to
+        /// raw one (which takes serve --allow-dir of that directory), or in the directory of serve --bitmap-dir, if
+        /// the image is written to
         #[arg(long)]
         temporary: bool,
         #[command(flatten)]

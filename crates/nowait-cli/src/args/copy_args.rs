@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
-use nowait_copy::{Increment, IncrementTarget, Location};
+use nowait_copy::{Changes, Increment, IncrementTarget, Location};
 use nowait_image::{Compression, Format};
 
 use crate::args::image_args::{
@@ -141,21 +141,28 @@ pub(crate) struct CopyArgs {
     ///
     /// The changes go into the earlier copy (--in-place), or into a new qcow2 image that stands on it (--to-backing). Both
     /// must be as large as FROM. What a bitmap is, and when to begin the next one: docs/backup.md.
-    #[arg(long, value_name = "NAME", requires = "increment", value_parser = parse_name)]
+    #[arg(long, value_name = "NAME", group = "changes", requires = "increment", value_parser = parse_name)]
     bitmap: Option<String>,
 
-    /// With --bitmap: TO is the earlier copy, which is brought up to date
+    /// Copy only what differs from an earlier copy, which is found by reading both, where there is no dirty bitmap
+    ///
+    /// The earlier copy is named as for --bitmap, and FROM may be all that is copied otherwise. Blocks of 4 KiB that differ
+    /// are written, and no others; what is a hole in both is not read.
+    #[arg(long, group = "changes", requires = "increment")]
+    compare: bool,
+
+    /// With --bitmap or --compare: TO is the earlier copy, which is brought up to date
     ///
     /// A copy that is interrupted leaves it between the two: repeat it, with the same bitmap.
-    #[arg(long, group = "increment", requires = "bitmap")]
+    #[arg(long, group = "increment", requires = "changes")]
     #[arg(conflicts_with_all = ["compress", "cluster_size", "rescue"])]
     in_place: bool,
 
-    /// With --bitmap: TO is a new qcow2 image with the changes that stands on IMAGE, the earlier copy
+    /// With --bitmap or --compare: TO is a new qcow2 image with the changes that stands on IMAGE, the earlier copy
     ///
     /// IMAGE is recorded as given: a relative name is relative to the directory of TO. An image that is not in that
     /// directory needs --backing-dir.
-    #[arg(long, value_name = "IMAGE", group = "increment", requires = "bitmap")]
+    #[arg(long, value_name = "IMAGE", group = "increment", requires = "changes")]
     #[arg(conflicts_with_all = ["compress", "force", "rescue"])]
     to_backing: Option<PathBuf>,
 
@@ -243,7 +250,7 @@ impl CopyArgs {
         for (is_wrong, why) in [
             (from_export && self.from_format.is_some_and(|it| !it.is_raw()), not_raw.as_str()),
             (
-                from_export && has_others && self.bitmap.is_none(),
+                from_export && has_others && self.increment().is_none(),
                 "an NBD URI names no other files: --backing-dir, --backing and --data-file",
             ),
             (
@@ -277,7 +284,8 @@ impl CopyArgs {
 
     /// The increment, if not all of FROM is copied.
     pub(crate) fn increment(&self) -> Option<Increment> {
-        let bitmap = self.bitmap.clone()?;
+        let bitmap = self.bitmap.clone().map(Changes::Bitmap);
+        let changes = bitmap.or(self.compare.then_some(Changes::Compared))?;
         let target = match &self.to_backing {
             Some(backing) => IncrementTarget::Overlay {
                 backing: backing.clone(),
@@ -285,7 +293,7 @@ impl CopyArgs {
             },
             None => IncrementTarget::InPlace,
         };
-        Some(Increment { bitmap, target })
+        Some(Increment { changes, target })
     }
 
     /// How TO is compressed, if it is.
@@ -338,13 +346,17 @@ Examples:
     nowait copy nbd://backup.example/disk backup.img --bitmap monday --in-place
     nowait copy nbd://backup.example/disk tuesday.qcow2 --bitmap monday --to-backing backup.img
 
+  The same of a disk that is not served, by reading it and Monday's copy:
+    nowait copy disk.img tuesday.qcow2 --compare --to-backing backup.img
+
   Put an image into a bucket, with credentials in the environment, and serve it from there:
     nowait copy disk.img s3://bucket/disk.img
     nowait serve s3://bucket/disk.img --read-only
 
 JSON keys:
   from, to, to_format, size_bytes, to_size_bytes, data_bytes (written),
-  zero_bytes (left or made zero), unchanged_bytes (left as the earlier copy has them), seconds, bytes_per_second, verified (true or false),
+  zero_bytes (left or made zero), unchanged_bytes (left as the earlier copy has them),
+  compared_bytes (of the earlier copy that --compare has read), seconds, bytes_per_second, verified (true or false),
   unreadable_bytes, unreadable (what is lost: an array of objects with offset and length, in bytes),
   unreadable_truncated (true where it has 10000 ranges and there were more)
 

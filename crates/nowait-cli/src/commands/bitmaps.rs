@@ -9,6 +9,10 @@ use crate::control_client::{ask, tell};
 use nowait_daemon::error::{CliError, plain};
 use nowait_daemon::size::short;
 
+/// The note for a user who has not asked for a bitmap in memory and gets one.
+const IN_MEMORY: &str = "in memory only, and lost when the server exits: no bitmap of this image can be stored \
+     (for a raw disk: serve --allow-dir or --bitmap-dir; --temporary leaves this note out)\n";
+
 /// Lists or changes bitmaps.
 ///
 /// # Errors
@@ -22,7 +26,11 @@ pub(crate) fn run(command: &BitmapCommand) -> Result<(), CliError> {
                 enabled: disabled.then_some(false),
                 persistent: temporary.then_some(false),
             };
-            tell_or_print(server, |client| client.add_bitmap(export, &added))
+            let words = |added: &BitmapInfo| match *temporary || added.persistent {
+                true => String::new(),
+                false => IN_MEMORY.to_owned(),
+            };
+            ask(server, |client| client.add_bitmap(export, &added), words)
         }
         BitmapAction::List { export, server } => {
             ask(server, |client| client.bitmaps(export), |bitmaps| table(bitmaps))

@@ -175,6 +175,7 @@ fn in_json(args: &CopyArgs, report: &Report) -> Value {
         "data_bytes": report.data,
         "zero_bytes": report.zero,
         "unchanged_bytes": report.unchanged,
+        "compared_bytes": report.compared,
         "seconds": report.elapsed.as_secs_f64(),
         "bytes_per_second": bytes_per_second(report),
         "verified": args.verify,

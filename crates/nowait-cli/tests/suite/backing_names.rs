@@ -79,9 +79,7 @@ fn a_file_that_is_described_in_json_is_opened_read_and_written_to() {
 
 #[test]
 fn an_overlay_that_qemu_made_on_a_description_is_copied_as_qemu_does() {
-    if !require_tool("qemu-img") || !require_tool("qemu-io") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img") && require_tool("qemu-io"));
     let scratch = Scratch::new();
     let (base, top) = (scratch.join("base.qcow2"), scratch.join("top.qcow2"));
     tool("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&base).arg("1M").succeeds();

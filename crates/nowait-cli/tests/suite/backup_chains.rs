@@ -114,9 +114,9 @@ fn each_point_of_a_disk_in_use_is_restored_as_it_was_also_after_a_prune() {
 
 #[test]
 fn a_bitmap_of_qemu_tells_what_has_changed_too() {
-    if !["qemu-img", "qemu-io", "qemu-nbd"].iter().all(|name| require_tool(name)) {
-        return;
-    }
+    nowait_testkit::needs!(
+        ["qemu-img", "qemu-io", "qemu-nbd"].iter().all(|name| require_tool(name))
+    );
     let scratch = Scratch::new();
     let (source, chain) = (scratch.join("source.qcow2"), scratch.join("chain"));
     tool("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&source).arg("8M").succeeds();

@@ -110,9 +110,7 @@ fn two_disks_are_read_as_they_were_at_one_instant_and_a_bitmap_is_frozen() {
 #[test]
 fn other_programs_read_a_backup_while_its_disk_is_written() {
     let tools = ["qemu-img", "nbdcopy", "nbdinfo"];
-    if !tools.into_iter().all(require_tool) {
-        return;
-    }
+    nowait_testkit::needs!(tools.into_iter().all(require_tool));
     let mut random = Random::from_seed(seed());
     let (it, mut first, mut second) = two_disks(&mut random);
     let was = [all_of(&mut first), all_of(&mut second)];

@@ -91,9 +91,7 @@ fn a_mounted_device_and_a_file_are_refused_and_stay_as_they_are() {
     }
     assert_eq!(refusal(&["bench", "pool", "--device", "/dev/null"]).code, 2);
     let Some(disk) = LoopDevice::on(&file) else { return };
-    if !require_tool("mkfs.ext4") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("mkfs.ext4"));
     tool("mkfs.ext4").arg("-q").arg(disk.path()).succeeds();
     let Some(mounted) = Mounted::at(&disk, &at) else { return };
     device(&disk.0).says(&[&disk.0, "it is mounted, or another program has claimed it"]);

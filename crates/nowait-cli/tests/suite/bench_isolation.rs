@@ -64,5 +64,8 @@ fn a_row_that_is_not_there_and_an_option_of_other_tables_are_refused() {
     assert!(error.contains("no row has this in its title"), "{error}");
     let (code, error) = ended(&["--file", "image"]);
     assert_eq!(code, Some(2));
-    assert!(error.contains("an option of all but copy, library, images and isolation"), "{error}");
+    assert!(
+        error.contains("an option of all but copy, library, images, isolation and backup"),
+        "{error}"
+    );
 }

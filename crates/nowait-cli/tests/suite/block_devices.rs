@@ -17,9 +17,7 @@ fn a_device_with_a_mounted_file_system_is_written_to_only_with_allow_mounted() {
     let at = scratch.join("mount point");
     fs::create_dir(&at).expect("a directory");
     let Some(device) = LoopDevice::on(&file) else { return };
-    if !require_tool("mkfs.ext4") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("mkfs.ext4"));
     tool("mkfs.ext4").arg("-q").arg(device.path()).succeeds();
     let Some(mounted) = Mounted::at(&device, &at) else { return };
     let (disk, name) = (source.to_str().expect("UTF-8"), device.0.as_str());
@@ -48,9 +46,7 @@ fn a_device_that_is_served_for_writing_is_not_mounted_or_copied_to_meanwhile() {
     let at = scratch.join("at");
     fs::create_dir(&at).expect("a directory");
     let Some(device) = LoopDevice::on(&file) else { return };
-    if !require_tool("mkfs.ext4") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("mkfs.ext4"));
     tool("mkfs.ext4").arg("-q").arg(device.path()).succeeds();
     let server = Server::start(device.path(), &[]);
     let mounted = tool("mount").arg(device.path()).arg(&at).output().expect("timeout(1)");

@@ -45,9 +45,7 @@ fn nbd_takes_whole_blocks_only_of_the_size_that_clients_are_told() {
 
 #[test]
 fn extents_are_whole_blocks_although_the_clusters_of_the_image_are_smaller() {
-    if !["qemu-io", "nbdinfo"].into_iter().all(require_tool) {
-        return;
-    }
+    nowait_testkit::needs!(["qemu-io", "nbdinfo"].into_iter().all(require_tool));
     let scratch = Scratch::new();
     let image = scratch.join("disk.qcow2");
     accepted(&["create", text(&image), "64K", "--format", "qcow2", "--cluster-size", "512"]);

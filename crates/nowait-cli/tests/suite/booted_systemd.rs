@@ -113,9 +113,7 @@ fn serve_and_operate(system: &Path) {
     if !geteuid().is_root() {
         return say_skipped("needs root");
     }
-    if !require_tool("systemd-nspawn") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("systemd-nspawn"));
     let scratch = Scratch::new();
     root(scratch.path(), system);
     let booted = tool("unshare")

@@ -215,9 +215,7 @@ fn a_full_cluster_is_no_space_for_what_needs_some_and_no_error_for_anything_else
 
 #[test]
 fn a_cluster_whose_start_is_interrupted_with_its_test_leaves_no_process() {
-    if !["ceph", "ceph-mon", "ceph-osd", "rbd"].into_iter().all(require_tool) {
-        return;
-    }
+    nowait_testkit::needs!(["ceph", "ceph-mon", "ceph-osd", "rbd"].into_iter().all(require_tool));
     let scratch = Scratch::new();
     let directory = scratch.join("interrupted");
     let mut test = Running::start(Command::new("sleep").arg("600"));

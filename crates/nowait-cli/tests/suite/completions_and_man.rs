@@ -55,9 +55,7 @@ fn manual_pages_of_every_command_are_shown_by_man_without_a_warning() {
     for page in names.iter().map(String::as_str).chain(["nowait", "nowait-export-add"]) {
         assert!(written.contains(&format!("{directory}/{page}.1").as_str()), "{page}");
     }
-    if !require_tool("man") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("man"));
     for name in names.iter().map(String::as_str).chain(["nowait"]) {
         let page = format!("{directory}/{name}.1");
         let mut man = tool("man");

@@ -62,9 +62,7 @@ fn top_prints_one_second_where_there_is_no_terminal() {
 
 #[test]
 fn top_is_drawn_on_a_terminal_and_ends_by_a_key() {
-    if !require_tool("script") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("script"));
     let it = Controlled::start();
     let command = format!("stty rows 40 cols 80; {NOWAIT} top --control {}", it.socket.display());
     let mut script = tool("script");

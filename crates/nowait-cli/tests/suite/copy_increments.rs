@@ -1,8 +1,9 @@
-//! `nowait copy --bitmap`: what has changed since an earlier copy, into that copy or into an overlay on it.
+//! `nowait copy --bitmap` and `--compare`: what has changed since an earlier copy, into that copy or into an overlay on it.
 //!
 //! Invariant: each increment is compared byte for byte with the image that was served.
 
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command as Process;
 
@@ -10,9 +11,9 @@ use nowait_testkit::nbd::{Client, Command};
 use nowait_testkit::{Random, require_tool, seed, tool};
 use serde_json::Value;
 
-use crate::common::{Finished, KIB, MIB, Scratch, Server, accepted, refusal, text};
+use crate::common::{Finished, KIB, MIB, Scratch, Server, accepted, allocated, refusal, text};
 use crate::control::Controlled;
-use crate::copy::copy;
+use crate::copy::{copy, patchwork};
 use crate::copy_other_servers::Peer;
 
 /// Changes a disk of 8 MiB at random places.
@@ -179,9 +180,9 @@ fn an_increment_of_a_server_that_dies_is_not_called_whole() {
 
 #[test]
 fn an_increment_comes_from_a_bitmap_of_qemu_too() {
-    if !["qemu-img", "qemu-io", "qemu-nbd"].iter().all(|name| require_tool(name)) {
-        return;
-    }
+    nowait_testkit::needs!(
+        ["qemu-img", "qemu-io", "qemu-nbd"].iter().all(|name| require_tool(name))
+    );
     let scratch = Scratch::new();
     let source = scratch.join("source.qcow2");
     tool("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&source).arg("8M").succeeds();
@@ -257,4 +258,113 @@ fn an_increment_goes_to_a_disk_of_the_same_sectors_and_no_other() {
         }
     }
     server.stop();
+}
+
+/// The figures of `--json`: written as data and as zeros, left as they were, and read of the earlier copy.
+fn figures(said: &str) -> [u64; 4] {
+    let said: Value = serde_json::from_str(said).expect("JSON");
+    ["data_bytes", "zero_bytes", "unchanged_bytes", "compared_bytes"]
+        .map(|key| said[key].as_u64().expect("a number"))
+}
+
+#[test]
+fn what_differs_from_an_earlier_copy_is_found_by_comparing_and_nothing_else_is_written() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.img", 16 * MIB);
+    let file = File::options().write(true).open(&image).expect("the image");
+    file.write_all_at(&vec![7; 2 * MIB as usize], MIB).expect("data");
+    let [full, overlay] = ["full.img", "new.qcow2"].map(|name| scratch.join(name));
+    copy(text(&image), text(&full), &[]);
+    file.write_all_at(&[8; 100], MIB + 4000).expect("two blocks");
+    file.write_all_at(&[9; 1], 12 * MIB).expect("a block in a hole");
+    file.write_all_at(&vec![0; 128 * KIB as usize], 2 * MIB).expect("zeros");
+    let onto = ["--compare", "--to-backing", "full.img", "--json", "--verify"];
+    let said = copy(text(&image), text(&overlay), &onto);
+    let [data, zero, unchanged, compared] = figures(&said);
+    assert_eq!((data, zero), (3 * 4 * KIB, 128 * KIB), "{said}");
+    assert_eq!(data + zero + unchanged, 16 * MIB, "{said}");
+    // The file system may say of more than was written that it has data.
+    assert!((2 * MIB..4 * MIB).contains(&compared), "{said}");
+    let expected = fs::read(&image).expect("the image");
+    assert!(disk(&scratch, &overlay) == expected);
+    assert!(allocated(&overlay) < MIB);
+    let place = ["--compare", "--in-place", "--json"];
+    assert_eq!(figures(&copy(text(&image), text(&full), &place))[..3], [data, zero, unchanged]);
+    assert!(fs::read(&full).expect("the copy") == expected);
+    let said = copy(text(&image), text(&full), &place);
+    assert_eq!(figures(&said)[..3], [0, 0, 16 * MIB], "{said}");
+}
+
+#[test]
+fn increments_by_comparison_are_whole_whatever_the_images_and_the_requests_are() {
+    let mut random = Random::from_seed(seed());
+    let options: [&[&str]; 4] = [&[], &["--requests", "1"], &["--sparse", "0"], &["--verify"]];
+    for options in options {
+        let scratch = Scratch::new();
+        let image = patchwork(&scratch, "disk.img", &mut random);
+        let [full, raw, qcow2] =
+            ["full.img", "place.img", "place.qcow2"].map(|name| scratch.join(name));
+        for to in [&full, &raw, &qcow2] {
+            copy(text(&image), text(to), &[]);
+        }
+        let bytes = fs::metadata(&image).expect("the image").len();
+        let file = File::options().write(true).open(&image).expect("the image");
+        for _ in 0..8 {
+            let pos = random.below(bytes);
+            let len = (1 + random.below(200 * KIB)).min(bytes - pos) as usize;
+            let data = if random.chance(40) { vec![0; len] } else { random.bytes(len) };
+            file.write_all_at(&data, pos).expect("a change");
+        }
+        let overlay = scratch.join("new.qcow2");
+        let onto = ["--compare", "--to-backing", "full.img"];
+        copy(text(&image), text(&overlay), &[&onto[..], options].concat());
+        // The next one stands on the one before, and is read from a server.
+        let server = Server::start(&image, &["--read-only"]);
+        for to in [&raw, &qcow2] {
+            let place = [&["--compare", "--in-place"][..], options].concat();
+            copy(server.uri(), text(to), &place);
+        }
+        server.stop();
+        let mut expected = fs::read(&image).expect("the image");
+        assert!(fs::read(&raw).expect("the copy") == expected);
+        expected.resize(bytes.next_multiple_of(512) as usize, 0);
+        for image in [&overlay, &qcow2] {
+            assert!(disk(&scratch, image) == expected, "{}", image.display());
+            accepted(&["check", text(image)]);
+        }
+        file.write_all_at(&[1; 512], 0).expect("a change");
+        let next = scratch.join("next.qcow2");
+        let onto = ["--compare", "--to-backing", "new.qcow2", "--to-backing-format", "qcow2"];
+        copy(text(&image), text(&next), &[&onto[..], options].concat());
+        expected[..512].fill(1);
+        assert!(disk(&scratch, &next) == expected);
+    }
+}
+
+#[test]
+fn a_comparison_with_a_disk_that_is_none_or_of_another_size_is_refused_in_one_line() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.img", MIB);
+    let other = scratch.sparse("other.img", MIB + 4096);
+    let new = scratch.join("new.qcow2");
+    let from = text(&image);
+    let compare = ["--compare", "--to-backing"];
+    for (to, rest, words) in [
+        (&other, &["--compare", "--in-place"][..], &["other.img", "another size"][..]),
+        (&new, &[&compare[..], &["other.img"]].concat(), &["new.qcow2", "another size"]),
+        (&new, &[&compare[..], &["none.img"]].concat(), &["none.img"]),
+        (&new, &["--compare", "--in-place"], &["new.qcow2"]),
+        (&image, &["--compare", "--in-place"], &["disk.img", "it is the source itself"]),
+    ] {
+        refusal(&[&["copy", from, text(to)][..], rest].concat()).says(words);
+    }
+    assert_eq!(refusal(&["copy", from, "s3://bucket/disk", "--compare", "--in-place"]).code, 1);
+    for wrong in [
+        &["--compare"][..],
+        &["--compare", "--bitmap", "b", "--in-place"],
+        &["--compare", "--in-place", "--rescue"],
+    ] {
+        assert_eq!(refusal(&[&["copy", from, text(&other)][..], wrong].concat()).code, 2);
+    }
+    assert!(!new.exists());
 }

@@ -72,9 +72,7 @@ fn sigkill_at_any_moment_leaves_no_file_that_looks_complete() {
 
 #[test]
 fn sigkill_at_any_moment_leaves_no_image_that_looks_complete() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = Scratch::new();
     let (source, takes) = source(&scratch);
     let target = scratch.join("target.qcow2");
@@ -175,9 +173,7 @@ old" ] || exit 8; exit $status"#;
 
 #[test]
 fn a_limit_on_the_size_of_files_is_reported_and_no_file_is_left() {
-    if !require_tool("prlimit") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("prlimit"));
     let scratch = Scratch::new();
     let source = scratch.random("source", 4 * MIB, 3);
     let target = scratch.join("target");
@@ -203,9 +199,7 @@ const LIMITED: [&str; 2] = ["prlimit", "--fsize=1048576"];
 
 #[test]
 fn a_limit_on_the_size_of_files_counts_what_is_written_to_a_qcow2_image_not_its_disk() {
-    if !require_tool("prlimit") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("prlimit"));
     let scratch = Scratch::new();
     let source = scratch.sparse("source", 200 << 30);
     let data = Random::from_seed(4).bytes(64 << 10);

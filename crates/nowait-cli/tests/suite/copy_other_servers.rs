@@ -65,9 +65,7 @@ fn source(scratch: &Scratch) -> PathBuf {
 
 #[test]
 fn a_disk_goes_to_nbdkit_and_back_with_any_features_missing() {
-    if !require_tool("nbdkit") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdkit"));
     let scratch = Scratch::new();
     let source = source(&scratch);
     let variants: [&[&str]; 6] = [
@@ -93,9 +91,7 @@ fn a_disk_goes_to_nbdkit_and_back_with_any_features_missing() {
 
 #[test]
 fn a_partial_last_block_of_the_server_is_padded_with_zeros() {
-    if !require_tool("nbdkit") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdkit"));
     let scratch = Scratch::new();
     let source = scratch.random("source", MIB + 1000, 1);
     let policy = ["--filter=blocksize-policy", "memory", "2M", "blocksize-minimum=64K"];
@@ -110,9 +106,7 @@ fn a_partial_last_block_of_the_server_is_padded_with_zeros() {
 
 #[test]
 fn a_disk_goes_to_qemu_nbd_and_back() {
-    if !require_tool("qemu-nbd") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-nbd"));
     let scratch = Scratch::new();
     let source = source(&scratch);
     let old = scratch.random("old", 32 * MIB, 2);
@@ -127,9 +121,7 @@ fn a_disk_goes_to_qemu_nbd_and_back() {
 
 #[test]
 fn verify_finds_a_byte_that_the_target_has_changed() {
-    if !require_tool("nbdkit") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdkit"));
     let scratch = Scratch::new();
     let bytes = scratch.join("bytes");
     fs::write(&bytes, vec![0; MIB as usize]).expect("a file");
@@ -161,9 +153,7 @@ fn verify_finds_a_byte_that_the_target_has_changed() {
 
 #[test]
 fn an_error_of_the_server_is_reported_with_its_offset_and_leaves_no_file() {
-    if !require_tool("nbdkit") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdkit"));
     let scratch = Scratch::new();
     let source = scratch.random("source", 4 * MIB, 3);
     let target = scratch.join("target");
@@ -182,9 +172,7 @@ fn an_error_of_the_server_is_reported_with_its_offset_and_leaves_no_file() {
 
 #[test]
 fn a_missing_export_is_reported_by_name() {
-    if !require_tool("qemu-nbd") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-nbd"));
     let scratch = Scratch::new();
     let image = scratch.sparse("image", MIB);
     let peer = Peer::qemu_nbd(&scratch, &image, &["-x", "there"]);

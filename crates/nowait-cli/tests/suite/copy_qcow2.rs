@@ -55,9 +55,7 @@ fn scribble(image: &Path, random: &mut Random) {
 
 #[test]
 fn random_disks_go_into_images_of_any_clusters_and_out_again() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let mut random = Random::from_seed(seed());
     for (round, cluster) in ["512", "4K", "64K", "64K", "2M", "64K"].into_iter().enumerate() {
         let scratch = Scratch::new();
@@ -80,9 +78,7 @@ fn random_disks_go_into_images_of_any_clusters_and_out_again() {
 
 #[test]
 fn an_image_is_copied_with_its_backing_chain() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let mut random = Random::from_seed(seed());
     for (base_options, format) in [
         (&["-c"][..], "qcow2"),
@@ -115,9 +111,7 @@ fn an_image_is_copied_with_its_backing_chain() {
 
 #[test]
 fn data_files_and_backing_files_in_other_directories_are_copied_only_with_permission() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let (scratch, elsewhere) = (Scratch::new(), Scratch::new());
     let raw = scratch.dotted("disk.img", 8 * MIB, 30_000, 200_000);
     let data = scratch.join("data");
@@ -142,9 +136,7 @@ fn data_files_and_backing_files_in_other_directories_are_copied_only_with_permis
 
 #[test]
 fn an_image_goes_to_a_server_and_back_into_an_image() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = Scratch::new();
     let mut random = Random::from_seed(seed());
     let source = patchwork(&scratch, "source", &mut random);
@@ -162,9 +154,7 @@ fn an_image_goes_to_a_server_and_back_into_an_image() {
 
 #[test]
 fn an_image_is_as_sparse_as_its_source_and_ends_after_its_data() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = Scratch::new();
     let source = scratch.dotted("source", 64 * MIB, 64 * KIB as usize, MIB);
     let file = File::options().write(true).open(&source).expect("the source");
@@ -245,9 +235,7 @@ fn an_invalid_image_or_target_is_refused_and_no_file_is_left() {
 
 #[test]
 fn an_image_replaces_a_file_only_with_force_and_when_it_is_complete() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = Scratch::new();
     let source = scratch.random("source", MIB, 5);
     let target = scratch.random("target.qcow2", 3 * MIB, 6);

@@ -45,9 +45,7 @@ fn without(whole: &[u8], lost: &[(u64, u64)]) -> Vec<u8> {
 
 #[test]
 fn an_image_with_a_truncated_cluster_is_copied_except_for_that_cluster() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = Scratch::new();
     let image = scratch.join("cut.qcow2");
     tool("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&image).arg("64M").succeeds();
@@ -81,9 +79,7 @@ fn an_image_with_a_truncated_cluster_is_copied_except_for_that_cluster() {
 
 #[test]
 fn an_image_with_an_unreadable_table_is_copied_beyond_it() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = Scratch::new();
     let image = scratch.join("cut.qcow2");
     // A table of 512 bytes maps 64 clusters, 32 KiB together.
@@ -147,9 +143,7 @@ fn failing(scratch: &Scratch, source: &Path, bad: &str) -> Peer {
 
 #[test]
 fn only_the_blocks_that_a_server_cannot_read_are_lost() {
-    if !require_tool("nbdkit") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdkit"));
     let scratch = Scratch::new();
     let source = scratch.random("source", 3 * MIB + 512, 1);
     let peer = failing(
@@ -170,9 +164,7 @@ fn only_the_blocks_that_a_server_cannot_read_are_lost() {
 
 #[test]
 fn of_many_lost_ranges_the_first_are_on_standard_error_and_all_in_json() {
-    if !require_tool("nbdkit") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdkit"));
     let scratch = Scratch::new();
     let source = scratch.random("source", MIB / 4, 1);
     let peer = failing(&scratch, &source, "[ $((block % 2)) -eq 1 ]");

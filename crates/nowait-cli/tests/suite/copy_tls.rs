@@ -77,9 +77,7 @@ fn a_disk_goes_through_tls_to_this_server_and_back() {
 
 #[test]
 fn a_disk_goes_through_tls_to_qemu_nbd_and_nbdkit_and_back() {
-    if !require_tool("qemu-nbd") || !require_tool("nbdkit") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-nbd") && require_tool("nbdkit"));
     let fixture = Fixture::new();
     let source = fixture.scratch.dotted("source", 32 * MIB, 300_000, 2 * MIB);
     let image = fixture.scratch.sparse("image", 32 * MIB);
@@ -167,9 +165,7 @@ fn missing_tls_files_are_reported_in_one_line() {
 
 #[test]
 fn a_server_killed_during_a_copy_by_tls_is_reported_and_leaves_no_file() {
-    if !require_tool("nbdkit") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdkit"));
     let fixture = Fixture::new();
     let directory = format!("--tls-certificates={}", text(fixture.server.path()));
     let slow = ["--filter=delay", "pattern", "64M", "delay-read=50ms"];

@@ -49,9 +49,7 @@ fn overlay(scratch: &Scratch) -> (PathBuf, PathBuf) {
 
 #[test]
 fn a_killed_commit_loses_no_data_and_can_be_repeated() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let scratch = Scratch::new();
     let (base, top) = overlay(&scratch);
     let images = [&base, &top].map(|path| (path, fs::read(path).expect("an image")));
@@ -86,9 +84,7 @@ fn a_killed_commit_loses_no_data_and_can_be_repeated() {
 
 #[test]
 fn a_commit_without_space_reports_it_and_loses_no_data() {
-    if !require_qemu() || !require_tool("prlimit") {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu() && require_tool("prlimit"));
     let scratch = Scratch::new();
     let (base, top) = overlay(&scratch);
     let expected = bytes(&scratch, &top);
@@ -107,9 +103,7 @@ fn a_commit_without_space_reports_it_and_loses_no_data() {
 
 #[test]
 fn an_image_in_use_is_neither_resized_nor_committed() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let scratch = Scratch::new();
     let raw = scratch.random("base.raw", MIB, 1);
     let top = scratch.join("top.qcow2");

@@ -277,9 +277,7 @@ sys.stdin.read()
 
 #[test]
 fn the_watchdog_is_fed_while_all_threads_answer_and_not_while_one_hangs() {
-    if !require_tool(PYTHON) {
-        return;
-    }
+    nowait_testkit::needs!(require_tool(PYTHON));
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", MIB);
     let (manager, notify) = manager(&scratch);

@@ -108,9 +108,7 @@ impl User {
 
 #[test]
 fn a_backup_of_a_raw_disk_is_made_by_the_commands_of_the_document() {
-    if !require_tool("nbdcopy") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdcopy"));
     let user = User::new(&[]);
     user.disk("disk.img");
     user.runs(&block("nowait serve disk.img --allow-dir \"$PWD\" --nbd"));
@@ -119,9 +117,7 @@ fn a_backup_of_a_raw_disk_is_made_by_the_commands_of_the_document() {
 
 #[test]
 fn increments_of_a_qcow2_disk_are_made_by_the_commands_of_the_document() {
-    if !require_tool("nbdcopy") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdcopy"));
     let user = User::new(&[]);
     accepted(&["copy", text(&user.disk("full")), text(&user.path("disk.qcow2"))]);
     fs::write(user.path("changed"), [7; 100_000]).expect("a file");
@@ -135,10 +131,22 @@ fn increments_of_a_qcow2_disk_are_made_by_the_commands_of_the_document() {
 }
 
 #[test]
+fn what_differs_from_an_earlier_copy_is_copied_by_the_commands_of_the_document() {
+    let user = User::new(&[]);
+    let disk = user.disk("disk.img");
+    fs::copy(&disk, user.path("full.img")).expect("an earlier copy");
+    let mut changed = fs::read(&disk).expect("the disk");
+    changed[..100_000].fill(7);
+    fs::write(&disk, changed).expect("a change");
+    let said = user.runs(&block("nowait copy disk.img tuesday.qcow2 --compare"));
+    assert_eq!(said.matches("100 KiB (102400 bytes) data").count(), 2, "{said}");
+    user.same("disk.img", "full.img");
+    user.same("disk.img", "tuesday.qcow2");
+}
+
+#[test]
 fn what_a_bitmap_has_noted_is_copied_by_the_commands_of_the_document() {
-    if !["nbdcopy", "nbdinfo"].into_iter().all(require_tool) {
-        return;
-    }
+    nowait_testkit::needs!(["nbdcopy", "nbdinfo"].into_iter().all(require_tool));
     let user = User::new(&[]);
     user.disk("disk.img");
     fs::write(user.path("changed"), [7; 100_000]).expect("a file");
@@ -293,9 +301,7 @@ fn qemu_with_a_backup(user: &User, has_bitmap: bool) -> Running {
 
 #[test]
 fn a_backup_in_the_way_of_proxmox_is_made_by_the_commands_of_the_document() {
-    if !has_qemu() || !require_tool("qemu-storage-daemon") {
-        return;
-    }
+    nowait_testkit::needs!(has_qemu() && require_tool("qemu-storage-daemon"));
     let user = User::new(&[]);
     let source = user.path("source.qcow2");
     accepted(&["copy", text(&user.disk("disk.img")), text(&source)]);
@@ -350,9 +356,7 @@ rm gone
 
 #[test]
 fn a_backup_in_the_way_of_incus_is_made_by_the_commands_of_the_document() {
-    if !has_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(has_qemu());
     let user = User::new(&[]);
     user.disk("volume");
     // A socket in the place of an address, of which two tests cannot have the same; Incus waits for its client, too.
@@ -375,9 +379,7 @@ fn a_backup_in_the_way_of_incus_is_made_by_the_commands_of_the_document() {
 
 #[test]
 fn the_volume_and_the_bitmaps_of_a_stopped_machine_of_incus_are_served_by_a_link() {
-    if !has_qemu() || !require_tool("nbdcopy") {
-        return;
-    }
+    nowait_testkit::needs!(has_qemu() && require_tool("nbdcopy"));
     let user = User::new(&[]);
     user.disk("volume");
     fs::write(user.path("changed"), [7; 100_000]).expect("a file");

@@ -3,14 +3,14 @@
 //!
 //! Invariant: a refusal leaves every file unchanged.
 
-use std::fs::{self, Permissions};
+use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
 use crate::common::{
-    Finished, MIB, Scratch, Server, accepted, bench_program, refusal, refusal_under, require_tool,
-    skip, tool,
+    Finished, MIB, NOWAIT, Scratch, Server, accepted, bench_program, refusal, refusal_under,
+    require_tool, skip, text, tool,
 };
 use nowait_testkit::nbd::{Client, Mode};
 
@@ -24,6 +24,24 @@ fn serve(image: &Path, extra: &[&str]) -> Vec<String> {
         format!("unix:{}", socket.display()),
     ];
     fixed.into_iter().chain(extra.iter().map(ToString::to_string)).collect()
+}
+
+#[test]
+fn a_reader_of_the_output_may_leave_and_a_full_disk_is_an_error() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.img", MIB);
+    for arguments in [&["--help"][..], &["map", text(&image)], &["completions", "bash"]] {
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        let output = tool(NOWAIT).args(arguments).stdout(writer).output().expect("nowait");
+        assert_eq!(output.status.code(), Some(141), "{arguments:?}: {output:?}");
+        assert!(output.stderr.is_empty(), "{arguments:?}: {output:?}");
+        let full = File::create("/dev/full").expect("the device");
+        let output = tool(NOWAIT).args(arguments).stdout(full).output().expect("nowait");
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {output:?}");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(said, "nowait: standard output: no space is left on the device\n");
+    }
 }
 
 #[test]
@@ -167,9 +185,7 @@ fn two_read_only_servers_share_one_image() {
 
 #[test]
 fn qemu_and_nowait_lock_each_other_out_of_an_image_that_one_writes() {
-    if !require_tool("qemu-io") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-io"));
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", MIB);
     let server = Server::start(&image, &[]);

@@ -26,9 +26,7 @@ fn bait(secret: &str) -> Vec<u8> {
 #[test]
 fn a_qcow2_header_that_a_guest_writes_to_a_raw_disk_is_not_trusted_by_copy_or_serve() {
     let scratch = Scratch::new();
-    if !has_marks(&scratch) {
-        return;
-    }
+    nowait_testkit::needs!(has_marks(&scratch));
     scratch.random("secret", DISK, 1);
     let (disk, copy) = (scratch.sparse("disk.img", DISK), scratch.join("copy.img"));
     let server = Server::start(&disk, &["--format", "raw"]);
@@ -56,9 +54,7 @@ fn a_qcow2_header_that_a_guest_writes_to_a_raw_disk_is_not_trusted_by_copy_or_se
 #[test]
 fn a_commit_makes_no_raw_file_that_is_detected_as_an_image() {
     let scratch = Scratch::new();
-    if !has_marks(&scratch) {
-        return;
-    }
+    nowait_testkit::needs!(has_marks(&scratch));
     scratch.random("secret", DISK, 1);
     let base = scratch.sparse("base.img", DISK);
     let top = scratch.join("top.qcow2");
@@ -79,9 +75,7 @@ fn a_commit_makes_no_raw_file_that_is_detected_as_an_image() {
 fn a_disk_that_its_guest_encrypts_or_makes_begin_like_a_packed_file_is_served_on() {
     for begin in [&b"LUKS\xba\xbe\0\x02"[..], b"\x1f\x8b\x08\0", b"KDMV\x01\0\0\0", b"conectix"] {
         let scratch = Scratch::new();
-        if !has_marks(&scratch) {
-            return;
-        }
+        nowait_testkit::needs!(has_marks(&scratch));
         let (image, control) = (scratch.sparse("disk", MIB), scratch.join("control"));
         let address = format!("unix:{}", control.display());
         let server = Server::start(&image, &["--control", &address, "--verbose"]);
@@ -108,9 +102,7 @@ fn a_disk_that_its_guest_encrypts_or_makes_begin_like_a_packed_file_is_served_on
 #[test]
 fn a_data_file_that_a_client_wrote_to_is_marked_as_raw() {
     let scratch = Scratch::new();
-    if !has_marks(&scratch) {
-        return;
-    }
+    nowait_testkit::needs!(has_marks(&scratch));
     let data = scratch.sparse("data", DISK);
     let top = scratch.join("top.qcow2");
     fs::write(&top, qcow2_image::image(Names { backing: None, data: Some("data") }))
@@ -123,9 +115,7 @@ fn a_data_file_that_a_client_wrote_to_is_marked_as_raw() {
 
 #[test]
 fn an_image_of_another_format_is_refused_and_a_converter_is_named() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = Scratch::new();
     for (format, name) in [
         ("vdi", "a VDI image"),

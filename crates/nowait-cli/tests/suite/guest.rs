@@ -99,9 +99,7 @@ pub(crate) fn have_file_system_tools() -> bool {
 
 #[test]
 fn a_stock_kernel_boots_from_the_export_and_its_files_are_right_on_both_sides() {
-    if !have_file_system_tools() {
-        return;
-    }
+    nowait_testkit::needs!(have_file_system_tools());
     let Some(guest) = Guest::with(Kernel::V6_1) else {
         return;
     };
@@ -113,9 +111,7 @@ fn a_stock_kernel_boots_from_the_export_and_its_files_are_right_on_both_sides() 
 
 #[test]
 fn the_same_kernel_boots_from_a_qcow2_overlay_and_does_not_change_the_backing_file() {
-    if !have_file_system_tools() || !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(have_file_system_tools() && require_tool("qemu-img"));
     let Some(guest) = Guest::with(Kernel::V6_1) else {
         return;
     };
@@ -158,9 +154,7 @@ fn a_stock_kernel_attaches_the_export_by_nbd_client_and_keeps_a_file_system_ther
         skip("no mkfs.ext4 or no nbd-client");
         return;
     };
-    if !["e2fsck", "debugfs"].into_iter().all(require_tool) {
-        return;
-    }
+    nowait_testkit::needs!(["e2fsck", "debugfs"].into_iter().all(require_tool));
     let Some(guest) = Guest::with(Kernel::V6_12) else { return };
     let scratch = Scratch::new();
     let (root, disk) = (scratch.sparse("root.img", MIB), scratch.sparse("disk.img", DISK_BYTES));

@@ -54,11 +54,16 @@ enum Flight {
 /// The content of a sector after the write with this number; 0 is the backing file's content.
 fn stamp(sector: usize, number: u32) -> [u8; SECTOR_BYTES as usize] {
     let mut bytes = [0; SECTOR_BYTES as usize];
-    for (index, eight) in bytes.chunks_exact_mut(8).enumerate() {
+    for index in 0..SECTOR_BYTES as usize / 8 {
         let word = u64::from(number) << 32 | (sector as u64 * 64 + index as u64);
-        eight.copy_from_slice(&word.to_le_bytes());
+        bytes[index * 8..][..8].copy_from_slice(&word.to_le_bytes());
     }
     bytes
+}
+
+/// The contents of `sectors` after that write.
+fn stamps(sectors: Range<usize>, number: u32) -> Vec<u8> {
+    sectors.map(|sector| stamp(sector, number)).collect::<Vec<_>>().concat()
 }
 
 impl Disk {
@@ -90,7 +95,7 @@ impl Disk {
         self.writes += 1;
         let number = self.writes;
         self.sent[sectors.clone()].fill(number);
-        let data = sectors.clone().flat_map(|sector| stamp(sector, number)).collect();
+        let data = stamps(sectors.clone(), number);
         let fua = self.random.chance(15);
         let offset = sectors.start as u64 * SECTOR_BYTES;
         Some((Command::Write { offset, data, fua }, Flight::Write { sectors, number, fua }))
@@ -157,12 +162,10 @@ fn contents(image: &Path) -> Vec<u8> {
 
 #[test]
 fn a_killed_server_leaves_no_corruption_and_all_flushed_data() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = Scratch::new();
     let (base, image) = (scratch.join("base.img"), scratch.join("disk.qcow2"));
-    let below: Vec<u8> = (0..SECTORS).flat_map(|sector| stamp(sector, 0)).collect();
+    let below = stamps(0..SECTORS, 0);
     fs::write(&base, &below).expect("a backing file");
     // Small clusters, so that tables of all kinds are allocated often; but large enough that writes
     // often cover a cluster only in part, whose rest is copied.

@@ -26,9 +26,7 @@ fn incremental(uri: &str, target: &Path, bitmap: Option<&str>) -> Value {
 
 #[test]
 fn libnbd_gets_allocation_and_bitmaps_in_one_answer_for_ranges_of_4_gib() {
-    if !python_with_nbd() {
-        return;
-    }
+    nowait_testkit::needs!(python_with_nbd());
     let size = 6 * 1024 * MIB + 512;
     let scratch = Scratch::new();
     let (image, target) = (scratch.sparse("disk.img", size), scratch.join("target"));
@@ -128,9 +126,7 @@ impl Backed {
 
 #[test]
 fn increments_by_libnbd_are_whole_also_when_the_server_is_killed_between_them() {
-    if !python_with_nbd() || !require_tool("nbdcopy") {
-        return;
-    }
+    nowait_testkit::needs!(python_with_nbd() && require_tool("nbdcopy"));
     for it in Stored::of_each_kind() {
         let copy = it.scratch.join("copy");
         let mut backed = Backed { it, copy, random: Random::from_seed(seed()) };

@@ -102,9 +102,7 @@ fn a_handshake_that_takes_ten_seconds_ends_and_an_idle_server_sleeps_before_and_
 
 #[test]
 fn a_thousand_idle_connections_need_less_than_64_mib_with_a_low_descriptor_limit() {
-    if !require_tool("prlimit") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("prlimit"));
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })
         .expect("a raised limit");
@@ -273,9 +271,7 @@ fn try_connect(socket: &Path) -> Option<OwnedFd> {
 
 #[test]
 fn running_out_of_descriptors_is_survived() {
-    if !require_tool("prlimit") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("prlimit"));
     let scratch = Scratch::new();
     let image = scratch.random("disk.img", MIB, 5);
     let server = Server::start_under(&["prlimit", "--nofile=64"], &image, &[]);

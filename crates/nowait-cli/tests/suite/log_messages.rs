@@ -100,9 +100,7 @@ fn failed_reads_are_logged_once_in_full_and_then_counted() {
 fn a_write_beyond_the_limit_on_the_size_of_files_is_logged_with_that_limit() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", 4 * MIB);
-    if !require_tool("prlimit") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("prlimit"));
     let server = Server::start_under(&["prlimit", "--fsize=1048576"], &image, &[]);
     assert_eq!(server.connect().write(2 * MIB, &[1; 4096]).err(), Some(ENOSPC));
     let line = await_line(&server, "write of 4096 bytes");

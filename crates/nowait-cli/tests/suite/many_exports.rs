@@ -67,9 +67,7 @@ fn an_export_of_10000_needs_two_descriptors_64_kib_and_no_thread_at_most() {
 #[test]
 fn exports_that_need_more_descriptors_than_the_limit_are_refused_before_an_image_is_opened() {
     const EXPORTS: usize = 100;
-    if !require_tool("prlimit") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("prlimit"));
     let scratch = Scratch::new();
     let socket = format!("unix:{}", scratch.join("socket").display());
     let image = |n| format!("e{n}={}", scratch.join(&format!("{n}.img")).display());

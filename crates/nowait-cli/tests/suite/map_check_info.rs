@@ -38,9 +38,7 @@ fn json_of(text: &str) -> Value {
 
 #[test]
 fn map_and_info_of_an_overlay_agree_with_qemu() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let scratch = Scratch::new();
     let top = overlay(&scratch);
     let theirs = tool("qemu-img").args(["map", "--output=json", &top]).succeeds();
@@ -63,9 +61,7 @@ fn map_and_info_of_an_overlay_agree_with_qemu() {
 
 #[test]
 fn check_exits_as_qemu_does_and_repairs() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let scratch = Scratch::new();
     let top = overlay(&scratch);
     assert!(accepted(&["check", &top]).starts_with("no errors were found"));
@@ -95,9 +91,7 @@ fn check_exits_as_qemu_does_and_repairs() {
 
 #[test]
 fn a_backing_file_in_another_directory_is_refused_until_it_is_allowed() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let (scratch, elsewhere) = (Scratch::new(), Scratch::new());
     let base = elsewhere.random("base.raw", 1 << 20, 1);
     let top = scratch.join("top.qcow2");
@@ -135,9 +129,7 @@ fn with_bitmaps(scratch: &Scratch) -> String {
 
 #[test]
 fn info_lists_the_bitmaps_that_qemu_lists() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = Scratch::new();
     let image = with_bitmaps(&scratch);
     let theirs = json_of(&tool("qemu-img").args(["info", "--output=json", &image]).succeeds());
@@ -151,9 +143,7 @@ fn info_lists_the_bitmaps_that_qemu_lists() {
 
 #[test]
 fn info_omits_bitmaps_whose_directory_is_damaged_and_prints_the_rest() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = Scratch::new();
     let image = with_bitmaps(&scratch);
     let bytes = fs::read(&image).expect("the image");

@@ -121,9 +121,7 @@ const METADATA_BLOCK_BYTES: u64 = 32 * MIB;
 
 #[test]
 fn an_image_of_16_tib_needs_less_than_32_mib_when_opened_and_a_bounded_amount_when_read() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = Scratch::new();
     let image = scratch.join("disk.qcow2");
     let create = ["create", "-q", "-f", "qcow2", "-o", "preallocation=metadata"];

@@ -229,9 +229,7 @@ fn a_disk_moves_to_an_export_of_another_server_and_back_to_a_file() {
 
 #[test]
 fn a_disk_moves_to_qemu_nbd() {
-    if !require_tool("qemu-nbd") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-nbd"));
     let it = Scratch::new();
     let (image, socket) = (it.sparse("behind", SIZE), it.join("qemu.sock"));
     let mut command = Command::new("qemu-nbd");
@@ -541,9 +539,7 @@ fn four_disks_move_at_a_time() {
 
 #[test]
 fn moves_and_replications_by_http_have_bounds_and_metrics() {
-    if !require_tool("curl") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("curl"));
     let it = Controlled::start();
     it.server.connect().write(0, &[7; 1 << 20]).expect("a write");
     let target = it.scratch.join("images/moved");

@@ -14,8 +14,8 @@ use crate::moves::{LONG_PAUSE, Served, contents, filled};
 fn stored_bitmaps_are_in_the_new_qcow2_image_with_the_bits_of_the_exchange() {
     for from in ["raw", "qcow2"] {
         let it = Served::start(from, &[]);
-        it.export(&["bitmap", "add", "@0", "monday"]).succeeds();
-        it.export(&["bitmap", "add", "@0", "passing", "--temporary"]).succeeds();
+        assert_eq!(it.export(&["bitmap", "add", "@0", "monday"]).succeeds(), "");
+        assert_eq!(it.export(&["bitmap", "add", "@0", "passing", "--temporary"]).succeeds(), "");
         let mut model = filled(&it);
         let listed = |control: &Path| -> Vec<(Value, bool, Value)> {
             let mut command = tool(NOWAIT);

@@ -56,9 +56,7 @@ fn a_disk_detected_as_raw_never_gets_qcow2s_magic() {
 
 #[test]
 fn a_qcow2_image_is_served_as_its_disk_and_with_format_raw_as_its_bytes() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = Scratch::new();
     let [top, base] = overlay(&scratch);
     let server = Server::start(top.as_ref(), &["--read-only"]);
@@ -77,9 +75,7 @@ fn a_qcow2_image_is_served_as_its_disk_and_with_format_raw_as_its_bytes() {
 
 #[test]
 fn every_file_of_the_chain_is_locked_while_it_is_served() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let scratch = Scratch::new();
     let [top, base] = overlay(&scratch);
     let server = Server::start(top.as_ref(), &[]);
@@ -98,9 +94,7 @@ fn every_file_of_the_chain_is_locked_while_it_is_served() {
 
 #[test]
 fn block_status_reports_data_and_holes_of_an_image() {
-    if !require_tool("qemu-img") || !require_tool("nbdinfo") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img") && require_tool("nbdinfo"));
     let scratch = Scratch::new();
     let image = scratch.join("disk.qcow2");
     tool("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&image).arg("8M").succeeds();
@@ -151,9 +145,9 @@ fn depths(arguments: &[&str]) -> String {
 
 #[test]
 fn allocation_depth_of_a_chain_is_reported_as_by_qemu_nbd() {
-    if !["qemu-img", "qemu-io", "qemu-nbd", "nbdinfo"].iter().all(|name| require_tool(name)) {
-        return;
-    }
+    nowait_testkit::needs!(
+        ["qemu-img", "qemu-io", "qemu-nbd", "nbdinfo"].iter().all(|name| require_tool(name))
+    );
     // Beyond the end of the lowest image, the zeros belong to that image.
     for (base, there) in [("raw", &[1, 2, 3][..]), ("qcow2", &[0, 1, 2, 3])] {
         let scratch = Scratch::new();
@@ -179,9 +173,7 @@ fn allocation_depth_of_a_chain_is_reported_as_by_qemu_nbd() {
 
 #[test]
 fn all_of_a_raw_disk_is_at_depth_1_as_with_qemu_nbd() {
-    if !["qemu-nbd", "nbdinfo"].iter().all(|name| require_tool(name)) {
-        return;
-    }
+    nowait_testkit::needs!(["qemu-nbd", "nbdinfo"].iter().all(|name| require_tool(name)));
     let scratch = Scratch::new();
     let image = scratch.sparse("alone.img", MIB);
     let server = Server::start(&image, &[]);

@@ -14,9 +14,7 @@ const MIB: usize = 1 << 20;
 
 #[test]
 fn a_snapshot_is_served_read_only_copied_mapped_and_listed() {
-    if !require_qemu() || !require_tool("nbdcopy") {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu() && require_tool("nbdcopy"));
     let scratch = Scratch::new();
     let image = scratch.join("disk.qcow2");
     accepted(&["create", text(&image), "4M", "--compression", "zstd"]);
@@ -70,9 +68,7 @@ fn sample(len: usize) -> Vec<u8> {
 
 #[test]
 fn a_compressed_copy_is_an_image_as_qemu_makes_it_and_as_small() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let scratch = Scratch::new();
     let source = scratch.join("source.img");
     for (cluster_kib, compression, len) in [
@@ -116,9 +112,7 @@ fn a_compressed_copy_is_an_image_as_qemu_makes_it_and_as_small() {
 
 #[test]
 fn an_image_with_subclusters_is_made_served_copied_and_resized() {
-    if !require_qemu() || !require_tool("nbdcopy") {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu() && require_tool("nbdcopy"));
     let scratch = Scratch::new();
     let (base, image) = (scratch.join("base.img"), scratch.join("disk.qcow2"));
     fs::write(&base, vec![5; 4 * MIB]).expect("room for the base");

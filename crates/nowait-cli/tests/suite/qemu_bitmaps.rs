@@ -79,9 +79,7 @@ fn qemu_io(image: &Path, commands: &[&str]) {
 
 #[test]
 fn qemu_finds_in_our_exports_the_bitmaps_that_it_finds_in_those_of_its_own_server() {
-    if !has_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(has_qemu());
     let names = [("b", 64 * KIB), ("small", 512), ("uneven", 4 * MIB), ("größe", 128 * KIB)];
     for (size, cluster) in [(4 * MIB, 64 * KIB), (10 * MIB - 512, 4 * KIB), (9 * MIB + 1536, 512)] {
         let scratch = Scratch::new();
@@ -118,9 +116,7 @@ fn qemu_finds_in_our_exports_the_bitmaps_that_it_finds_in_those_of_its_own_serve
 
 #[test]
 fn qemu_finds_the_end_of_a_bitmap_at_the_last_byte_of_a_raw_disk() {
-    if !has_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(has_qemu());
     let usual = 64 * KIB;
     // The size of the disk, the offset and the length of a write, and what is dirty after it.
     let cases: [(u64, u64, u64, &[Extent]); 6] = [
@@ -150,9 +146,7 @@ fn qemu_finds_the_end_of_a_bitmap_at_the_last_byte_of_a_raw_disk() {
 
 #[test]
 fn qemu_finds_the_depth_of_our_images_as_that_of_its_own_server() {
-    if !has_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(has_qemu());
     let scratch = Scratch::new();
     let base = changed_by_qemu(&scratch, 4 * MIB, 64 * KIB, &[("below", 64 * KIB)]);
     let overlay = scratch.join("overlay.qcow2");
@@ -174,9 +168,7 @@ fn qemu_finds_the_depth_of_our_images_as_that_of_its_own_server() {
 
 #[test]
 fn qemu_is_not_offered_a_bitmap_that_is_inconsistent_and_reads_the_others() {
-    if !has_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(has_qemu());
     let it = Stored::new(&[]);
     it.qemu_bitmap(&["--add", "@", "broken"]);
     // An end without an orderly close leaves the bitmap in use, which QEMU calls inconsistent.
@@ -210,9 +202,7 @@ fn qemu_io_on(uri: &str, command: &str) -> Command {
 
 #[test]
 fn qemu_reads_from_a_backup_what_was_there_before_it_wrote() {
-    if !has_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(has_qemu());
     for only_dirty in [&["--only-dirty"][..], &[]] {
         let it = Controlled::start();
         let uri = it.server.uri();

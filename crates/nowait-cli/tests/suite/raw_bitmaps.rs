@@ -53,9 +53,7 @@ fn served_once(it: &Stored, extra: &[&str]) -> (Value, String) {
 
 #[test]
 fn qemu_reads_and_makes_the_bitmaps_of_a_raw_disk() {
-    if !has_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(has_qemu());
     let it = closed();
     it.qemu_checks();
     assert_eq!(it.flags(), [("a".to_owned(), json!(["auto"]))]);
@@ -206,9 +204,7 @@ fn an_upgrade_takes_the_bitmaps_of_a_raw_disk_along() {
 
 #[test]
 fn bitmaps_that_another_process_uses_keep_the_disk_from_being_served() {
-    if !has_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(has_qemu());
     let it = closed();
     let before = fs::read(&it.stored).expect("bitmaps");
     // A link to the disk has the same bitmaps, and QEMU only reads them.

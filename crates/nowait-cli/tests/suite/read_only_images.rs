@@ -32,9 +32,7 @@ fn converted(scratch: &Scratch, raw: &str, format: &str, options: &str) -> Strin
 
 #[test]
 fn every_variant_is_copied_to_raw_and_qcow2_and_served_below_an_overlay() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let mut random = Random::from_seed(seed());
     for (format, options) in VARIANTS {
         let scratch = Scratch::new();
@@ -77,9 +75,7 @@ fn every_variant_is_copied_to_raw_and_qcow2_and_served_below_an_overlay() {
 /// The extents beside the descriptor are opened again by a confined program, with the locks of the first.
 #[test]
 fn an_image_of_several_files_is_served_on_by_a_program_that_takes_over() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = Scratch::new();
     let raw = scratch.random("disk.raw", MIB, 1);
     let expected = fs::read(&raw).expect("the disk");
@@ -97,9 +93,7 @@ fn an_image_of_several_files_is_served_on_by_a_program_that_takes_over() {
 
 #[test]
 fn what_a_format_that_is_only_read_cannot_do_is_refused_in_one_line() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = Scratch::new();
     let raw = scratch.random("disk.raw", MIB, 1);
     for (format, options) in [VARIANTS[0], VARIANTS[5]] {
@@ -135,9 +129,7 @@ fn what_a_format_that_is_only_read_cannot_do_is_refused_in_one_line() {
 
 #[test]
 fn info_and_map_tell_of_the_disk_in_an_image_that_is_only_read() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = Scratch::new();
     let raw = scratch.random("disk.raw", 3 * MIB, 1);
     for (format, options) in VARIANTS {

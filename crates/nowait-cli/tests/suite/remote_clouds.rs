@@ -87,9 +87,7 @@ fn a_blob_of_azure_is_served_and_uploaded_and_another_key_is_refused() {
 
 #[test]
 fn an_object_of_google_is_served_and_uploaded_and_another_key_is_refused() {
-    if !require_tool("openssl") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("openssl"));
     let scratch = Scratch::new();
     let [key, other] = ["key", "other"].map(|name| {
         let path = scratch.join(name);

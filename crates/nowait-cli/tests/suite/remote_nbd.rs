@@ -271,9 +271,7 @@ fn after_an_outage_flushes_succeed_again_when_all_unflushed_writes_were_made_aga
 
 #[test]
 fn a_qcow2_image_in_an_export_is_served_where_its_format_is_given() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let scratch = Scratch::new();
     let image = scratch.join("disk.qcow2");
     tool("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&image).arg("16M").succeeds();
@@ -336,9 +334,7 @@ fn after_an_outage_the_metadata_of_an_image_in_an_export_are_written_and_flushes
 
 #[test]
 fn a_uri_in_the_header_of_an_image_is_never_opened() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let scratch = Scratch::new();
     let behind = Server::start(&scratch.sparse("base.img", MIB), &["-f", "raw"]);
     let uri = unix_uri(&behind.socket());

@@ -125,9 +125,7 @@ fn without_the_sandbox_no_thread_is_confined() {
 
 #[test]
 fn where_landlock_is_forbidden_a_server_says_so_and_a_required_sandbox_is_refused() {
-    if !require_tool(PYTHON) {
-        return;
-    }
+    nowait_testkit::needs!(require_tool(PYTHON));
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", MIB);
     let wrapper = without_call(LANDLOCK_CREATE_RULESET);

@@ -149,9 +149,7 @@ fn a_failed_start_sets_the_exit_status_and_waiting_clients_are_disconnected() {
     let scratch = Scratch::new();
     let missing = scratch.join("disk.img").to_string_lossy().into_owned();
     assert_eq!(refusal_under(&["env"], &["serve", &missing]).code, 66);
-    if !require_tool(PYTHON) {
-        return;
-    }
+    nowait_testkit::needs!(require_tool(PYTHON));
     let image = scratch.sparse("image", MIB).to_string_lossy().into_owned();
     let directory = scratch.path().to_string_lossy().into_owned();
     let no_directory = format!("unix:{missing}/control");
@@ -230,9 +228,7 @@ fn sockets_for_another_process_are_not_used() {
 
 #[test]
 fn an_inherited_descriptor_that_is_no_listening_socket_is_refused_by_its_name() {
-    if !require_tool(PYTHON) {
-        return;
-    }
+    nowait_testkit::needs!(require_tool(PYTHON));
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", MIB).to_string_lossy().into_owned();
     let deaf = format!("deaf:{}", scratch.join("deaf").display());
@@ -305,9 +301,7 @@ fn the_server_works_without_a_reachable_manager() {
 
 #[test]
 fn systemd_socket_activate_starts_the_server_with_the_first_client() {
-    if !require_tool("systemd-socket-activate") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("systemd-socket-activate"));
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", MIB).to_string_lossy().into_owned();
     let path = scratch.join("socket");
@@ -339,9 +333,7 @@ h.shutdown()
 
 #[test]
 fn libnbd_starts_the_server_by_socket_activation() {
-    if !python_with_nbd() {
-        return;
-    }
+    nowait_testkit::needs!(python_with_nbd());
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", MIB);
     tool(PYTHON).args(["-c", LIBNBD_MANAGER, NOWAIT, "serve"]).arg(&image).succeeds();
@@ -364,9 +356,7 @@ fn value<'a>(unit: &'a str, key: &str) -> &'a str {
 
 #[test]
 fn the_units_contain_only_lines_that_systemd_understands() {
-    if !require_tool("systemd-analyze") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("systemd-analyze"));
     let scratch = Scratch::new();
     let copied: Vec<PathBuf> = ["nowait@.service", "nowait@.socket"]
         .into_iter()
@@ -387,9 +377,7 @@ fn the_units_contain_only_lines_that_systemd_understands() {
 /// The network is open, for disks over TCP, which is most of what is left.
 #[test]
 fn the_service_is_as_little_exposed_as_the_threat_model_says() {
-    if !require_tool("systemd-analyze") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("systemd-analyze"));
     let mut security = tool("systemd-analyze");
     security.args(["security", "--offline=yes", "--threshold=15"]);
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../contrib/nowait@.service");
@@ -401,9 +389,7 @@ fn the_service_is_as_little_exposed_as_the_threat_model_says() {
 
 #[test]
 fn the_command_of_the_unit_serves_inherited_sockets() {
-    if !require_tool(PYTHON) {
-        return;
-    }
+    nowait_testkit::needs!(require_tool(PYTHON));
     let scratch = Scratch::new();
     scratch.sparse("disk.img", MIB);
     let service = unit("nowait@.service");

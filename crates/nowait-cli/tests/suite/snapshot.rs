@@ -248,9 +248,7 @@ fn a_qcow2_disk_in_use_grows_and_shrinks_and_a_raw_one_shrinks() {
 
 #[test]
 fn what_fio_verifies_is_whole_through_three_snapshots_resizes_and_limits() {
-    if !require_tool("fio") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("fio"));
     let it = Served::start("qcow2", &[]);
     let mut fio = verified_by_fio(it.scratch.path(), it.server.uri());
     std::thread::scope(|scope| {

@@ -134,9 +134,7 @@ fn a_full_file_system_gives_enospc_and_trim_frees_space() {
 
 #[test]
 fn a_qcow2_image_can_be_written_up_to_a_limit_on_the_size_of_files() {
-    if !require_tool("prlimit") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("prlimit"));
     let scratch = Scratch::new();
     let image = scratch.join("disk.qcow2");
     accepted(&["create", text(&image), "64M"]);

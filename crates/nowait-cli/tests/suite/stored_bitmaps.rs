@@ -91,9 +91,7 @@ fn killed() -> Stored {
 
 #[test]
 fn after_a_kill_and_a_write_of_qemu_a_bitmap_is_inconsistent_and_can_be_removed() {
-    if !has_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(has_qemu());
     let it = killed();
     assert_eq!(it.flags(), [("a".to_owned(), json!(["in-use", "auto"]))]);
     it.qemu_checks();
@@ -132,9 +130,7 @@ fn bitmaps_are_not_used_where_a_program_that_does_not_know_them_has_written() {
 
 #[test]
 fn qemu_reads_our_bitmaps_and_we_read_those_of_qemu() {
-    if !has_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(has_qemu());
     let it = Stored::new(&[]);
     let server = it.serve(&[]);
     it.change(&["add", "", "ours"]);
@@ -165,9 +161,7 @@ fn qemu_reads_our_bitmaps_and_we_read_those_of_qemu() {
 
 #[test]
 fn bitmaps_go_along_with_other_sizes_and_stay_below_a_snapshot() {
-    if !has_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(has_qemu());
     let it = Stored::new(&[]);
     let server = it.serve(&[]);
     it.change(&["add", "", "a"]);
@@ -203,9 +197,7 @@ fn bitmaps_go_along_with_other_sizes_and_stay_below_a_snapshot() {
 
 #[test]
 fn bitmaps_that_qemu_has_are_kept_with_a_backing_file_and_with_clusters_of_any_size() {
-    if !has_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(has_qemu());
     for options in ["cluster_size=512", "cluster_size=2M", "extended_l2=on,cluster_size=64k"] {
         let it = Stored::new(&[]);
         let base = it.scratch.join("base.qcow2");
@@ -229,9 +221,7 @@ fn bitmaps_that_qemu_has_are_kept_with_a_backing_file_and_with_clusters_of_any_s
 
 #[test]
 fn what_cannot_be_stored_is_refused_in_one_line() {
-    if !has_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(has_qemu());
     let it = Stored::new(&[]);
     for number in 0..33 {
         it.qemu_bitmap(&["--add", "@", &number.to_string()]);

@@ -134,9 +134,7 @@ fn the_log_names_a_client_by_its_certificate_and_a_refused_client() {
 
 #[test]
 fn nbdinfo_and_nbdcopy_go_through_tls_over_unix_sockets_and_tcp() {
-    if !require_tool("nbdinfo") || !require_tool("nbdcopy") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdinfo") && require_tool("nbdcopy"));
     for variant in [&[][..], &["--queue", "threads"], &["--direct", "off", "--queues", "3"]] {
         println!("serve {variant:?}");
         let fixture = Fixture::new(variant);
@@ -160,9 +158,7 @@ fn nbdinfo_and_nbdcopy_go_through_tls_over_unix_sockets_and_tcp() {
 
 #[test]
 fn qemu_goes_through_tls() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let fixture = Fixture::new(&["--tls-verify-peer"]);
     let source = fixture.scratch.random("source", 16 * MIB, 9);
     let (_, port) =
@@ -195,9 +191,7 @@ fn qemu_goes_through_tls() {
 
 #[test]
 fn a_verified_client_is_one_whose_certificate_is_good_and_of_the_right_authority() {
-    if !require_tool("nbdinfo") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdinfo"));
     let fixture = Fixture::new(&["--tls-verify-peer"]);
     let stranger = Authority::new("a stranger");
     let none = Scratch::new();
@@ -239,9 +233,7 @@ fn a_verified_client_is_one_whose_certificate_is_good_and_of_the_right_authority
 
 #[test]
 fn a_server_with_an_invalid_certificate_is_refused_by_its_clients_and_continues() {
-    if !require_tool("nbdinfo") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdinfo"));
     let authority = Authority::new("the authority");
     let (certs, client, scratch) = (Scratch::new(), Scratch::new(), Scratch::new());
     authority.trusted_in(client.path());

@@ -46,9 +46,7 @@ fn assert_plain(error: &str) {
 
 #[test]
 fn the_documented_lines_make_certificates_that_work() {
-    if !require_tool("openssl") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("openssl"));
     let certs = Scratch::new();
     let lines = documented_lines();
     assert_eq!(lines.lines().filter(|line| line.starts_with("openssl")).count(), 3, "{lines}");
@@ -70,9 +68,7 @@ fn the_documented_lines_make_certificates_that_work() {
 
 #[test]
 fn a_certificate_of_version_1_is_told_as_such_and_the_right_file_is_named() {
-    if !require_tool("openssl") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("openssl"));
     let certs = Scratch::new();
     run(&documented_lines(), &certs);
     let image = certs.sparse("disk.img", MIB);
@@ -100,9 +96,7 @@ fn a_certificate_of_version_1_is_told_as_such_and_the_right_file_is_named() {
 
 #[test]
 fn a_client_without_tls_has_a_line_of_its_own_in_the_log() {
-    if !require_tool("openssl") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("openssl"));
     let certs = Scratch::new();
     run(&documented_lines(), &certs);
     let image = certs.sparse("disk.img", MIB);

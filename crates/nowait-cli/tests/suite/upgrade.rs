@@ -194,9 +194,7 @@ fn clients_under_load_go_on_through_upgrades_of_their_server() {
 
 #[test]
 fn what_fio_verifies_is_whole_through_three_upgrades() {
-    if !require_tool("fio") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("fio"));
     let mut it = Upgraded::start("qcow2", &[]);
     let mut fio = verified_by_fio(it.scratch.path(), it.server.uri());
     std::thread::scope(|scope| {
@@ -308,9 +306,7 @@ const LOW_LIMIT: [&str; 2] = ["prlimit", "--nofile=64:4096"];
 fn more_images_and_connections_than_the_soft_limit_of_descriptors_are_opened_and_handed_over() {
     const IMAGES: usize = 40;
     const CLIENTS: usize = 100;
-    if !require_tool("prlimit") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("prlimit"));
     let scratch = Scratch::new();
     let images: Vec<String> = (0..IMAGES)
         .map(|n| format!("e{n}={}", text(&scratch.sparse(&format!("disk{n}"), MIB))))
@@ -330,9 +326,7 @@ fn more_images_and_connections_than_the_soft_limit_of_descriptors_are_opened_and
 
 #[test]
 fn a_program_that_is_started_has_the_limit_of_descriptors_that_the_server_was_started_with() {
-    if !require_tool("prlimit") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("prlimit"));
     let it = Upgraded::start_under(&LOW_LIMIT, "raw", &["--sandbox", "off"]);
     let (program, told) = (it.scratch.join("program"), it.scratch.join("told"));
     let alone = no_child_starts();

@@ -57,9 +57,7 @@ pub(crate) fn booted_from(guest: &Guest, image: &Path) -> String {
 
 #[test]
 fn a_stock_kernel_boots_from_a_vhost_user_disk_and_its_files_are_right_on_both_sides() {
-    if !have_file_system_tools() {
-        return;
-    }
+    nowait_testkit::needs!(have_file_system_tools());
     let Some(guest) = Guest::with(Kernel::V6_1) else { return };
     let scratch = Scratch::new();
     let disk = make_disk(&scratch, &guest.busybox());
@@ -69,9 +67,7 @@ fn a_stock_kernel_boots_from_a_vhost_user_disk_and_its_files_are_right_on_both_s
 
 #[test]
 fn it_boots_from_a_qcow2_overlay_at_a_vhost_user_socket_too() {
-    if !have_file_system_tools() || !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(have_file_system_tools() && require_tool("qemu-img"));
     let Some(guest) = Guest::with(Kernel::V6_12) else { return };
     let scratch = Scratch::new();
     let disk = make_disk(&scratch, &guest.busybox());

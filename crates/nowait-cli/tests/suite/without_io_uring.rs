@@ -40,9 +40,7 @@ pub(crate) fn without_call(number: &str) -> [&str; 4] {
 
 #[test]
 fn without_io_uring_threads_serve_and_one_line_reports_it() {
-    if !require_tool(PYTHON) {
-        return;
-    }
+    nowait_testkit::needs!(require_tool(PYTHON));
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", 4 * MIB);
     let server = Server::start_under(&without_call(IO_URING_SETUP), &image, &[]);

@@ -101,20 +101,9 @@ impl ClientTransport {
         body: Option<&impl Serialize>,
     ) -> Result<T, ClientError> {
         let answer = self.send(verb, path, body)?;
-        serde_json::from_slice(&answer).map_err(|error| ClientError::Answer(error.to_string()))
-    }
-
-    /// Like [`ClientTransport::ask`], for requests whose answer says nothing more.
-    ///
-    /// # Errors
-    /// Like [`ClientTransport::ask`].
-    pub(crate) fn tell(
-        &self,
-        verb: Verb,
-        path: &[&str],
-        body: Option<&impl Serialize>,
-    ) -> Result<(), ClientError> {
-        self.send(verb, path, body).map(drop)
+        // An answer that says nothing more is empty.
+        let answer = if answer.is_empty() { b"null" } else { &answer[..] };
+        serde_json::from_slice(answer).map_err(|error| ClientError::Answer(error.to_string()))
     }
 
     /// Sends a request. Returns the body of its answer.

@@ -114,6 +114,19 @@ async fn on_thread(act: impl FnOnce() -> Answer + Send + 'static) -> Answer {
     blocking(act).await.ok_or_else(failed)?
 }
 
+/// Runs what may block, and whose answer says nothing more.
+async fn done(act: impl FnOnce() -> Result<(), ControlError> + Send + 'static) -> Answer {
+    on_thread(|| act().map(|()| StatusCode::NO_CONTENT.into_response())).await
+}
+
+/// Runs what may block and makes or begins something; the answer is what that is.
+async fn made<T: Serialize>(
+    status: StatusCode,
+    act: impl FnOnce() -> Result<T, ControlError> + Send + 'static,
+) -> Answer {
+    on_thread(move || Ok((status, axum::Json(act()?)).into_response())).await
+}
+
 async fn info(State(server): State<Server>, Extension(events): Extension<Events>) -> Answer {
     on_thread(move || json(ServerInfo { event_subscribers: events.subscribers(), ..server.info() }))
         .await
@@ -151,11 +164,7 @@ async fn show(State(server): State<Server>, Part(name): Part) -> Answer {
 
 async fn add(State(server): State<Server>, body: Bytes) -> Answer {
     let export: AddExport = parse(&body)?;
-    on_thread(move || {
-        let added = server.add(export)?;
-        Ok((StatusCode::CREATED, axum::Json(added)).into_response())
-    })
-    .await
+    made(StatusCode::CREATED, move || server.add(export)).await
 }
 
 async fn remove(
@@ -168,11 +177,7 @@ async fn remove(
         Some("mode=hard") => true,
         Some(_) => return Err(ControlError::Invalid("the mode is 'safe' or 'hard'".into())),
     };
-    on_thread(move || {
-        server.remove(find(&server, &name)?, hard)?;
-        Ok(StatusCode::NO_CONTENT.into_response())
-    })
-    .await
+    done(move || server.remove(find(&server, &name)?, hard)).await
 }
 
 async fn change(State(server): State<Server>, Part(name): Part, body: Bytes) -> Answer {
@@ -181,11 +186,7 @@ async fn change(State(server): State<Server>, Part(name): Part, body: Bytes) -> 
 }
 
 async fn flush(State(server): State<Server>, Part(name): Part) -> Answer {
-    on_thread(move || {
-        server.flush(find(&server, &name)?)?;
-        Ok(StatusCode::NO_CONTENT.into_response())
-    })
-    .await
+    done(move || server.flush(find(&server, &name)?)).await
 }
 
 async fn snapshot(State(server): State<Server>, Part(name): Part, body: Bytes) -> Answer {
@@ -210,10 +211,8 @@ fn find_all(server: &Server, name: String, with: &[String]) -> Result<Vec<u64>, 
 
 async fn start_backup(State(server): State<Server>, Part(name): Part, body: Bytes) -> Answer {
     let backup: StartBackup = parse_or_default(&body)?;
-    on_thread(move || {
-        let ids = find_all(&server, name, &backup.with)?;
-        let begun = server.start_backup(&ids, backup)?;
-        Ok((StatusCode::CREATED, axum::Json(begun)).into_response())
+    made(StatusCode::CREATED, move || {
+        server.start_backup(&find_all(&server, name, &backup.with)?, backup)
     })
     .await
 }
@@ -233,20 +232,12 @@ async fn end_backup(
     end: BackupEnd,
 ) -> Answer {
     let others: EndBackup = parse_or_default(body)?;
-    on_thread(move || {
-        server.end_backup(&find_all(&server, name, &others.with)?, end)?;
-        Ok(StatusCode::NO_CONTENT.into_response())
-    })
-    .await
+    done(move || server.end_backup(&find_all(&server, name, &others.with)?, end)).await
 }
 
 async fn start_move(State(server): State<Server>, Part(name): Part, body: Bytes) -> Answer {
     let start: StartMove = parse(&body)?;
-    on_thread(move || {
-        let begun = server.start_move(find(&server, &name)?, start)?;
-        Ok((StatusCode::ACCEPTED, axum::Json(begun)).into_response())
-    })
-    .await
+    made(StatusCode::ACCEPTED, move || server.start_move(find(&server, &name)?, start)).await
 }
 
 async fn disk_move(State(server): State<Server>, Part(name): Part) -> Answer {
@@ -259,11 +250,7 @@ async fn cancel_move(State(server): State<Server>, Part(name): Part) -> Answer {
 
 async fn start_replication(State(server): State<Server>, Part(name): Part, body: Bytes) -> Answer {
     let start: StartReplication = parse(&body)?;
-    on_thread(move || {
-        let begun = server.start_replication(find(&server, &name)?, start)?;
-        Ok((StatusCode::ACCEPTED, axum::Json(begun)).into_response())
-    })
-    .await
+    made(StatusCode::ACCEPTED, move || server.start_replication(find(&server, &name)?, start)).await
 }
 
 async fn replication(State(server): State<Server>, Part(name): Part) -> Answer {
@@ -293,33 +280,21 @@ async fn bitmaps(State(server): State<Server>, Part(name): Part) -> Answer {
 
 async fn add_bitmap(State(server): State<Server>, Part(name): Part, body: Bytes) -> Answer {
     let bitmap: AddBitmap = parse(&body)?;
-    on_thread(move || {
-        let added = server.add_bitmap(find(&server, &name)?, bitmap)?;
-        Ok((StatusCode::CREATED, axum::Json(added)).into_response())
-    })
-    .await
+    made(StatusCode::CREATED, move || server.add_bitmap(find(&server, &name)?, bitmap)).await
 }
 
 async fn remove_bitmap(
     State(server): State<Server>,
     BitmapPath(name, bitmap): BitmapPath,
 ) -> Answer {
-    on_thread(move || {
-        server.remove_bitmap(find(&server, &name)?, &bitmap)?;
-        Ok(StatusCode::NO_CONTENT.into_response())
-    })
-    .await
+    done(move || server.remove_bitmap(find(&server, &name)?, &bitmap)).await
 }
 
 async fn clear_bitmap(
     State(server): State<Server>,
     BitmapPath(name, bitmap): BitmapPath,
 ) -> Answer {
-    on_thread(move || {
-        server.clear_bitmap(find(&server, &name)?, &bitmap)?;
-        Ok(StatusCode::NO_CONTENT.into_response())
-    })
-    .await
+    done(move || server.clear_bitmap(find(&server, &name)?, &bitmap)).await
 }
 
 async fn change_bitmap(
@@ -343,11 +318,7 @@ async fn merge_bitmaps(
 async fn disconnect(State(server): State<Server>, Part(id): Part) -> Answer {
     let wrong = |_| ControlError::Invalid("the id of a connection is a number".into());
     let id: u64 = id.parse().map_err(wrong)?;
-    on_thread(move || {
-        server.disconnect(id)?;
-        Ok(StatusCode::NO_CONTENT.into_response())
-    })
-    .await
+    done(move || server.disconnect(id)).await
 }
 
 /// The sockets of the interface are the new program's, too: connections that come meanwhile are for

@@ -10,8 +10,9 @@ use std::path::{Path, PathBuf};
 use nowait_control::{ControlError, StartMove};
 use nowait_image::bitmap_changes::{self, NewBitmap};
 use nowait_image::create::{CreateOptions, create_unnamed};
-use nowait_image::{AtomicFile, ChainOptions, Format, HandedOver, Locking, formats};
+use nowait_image::{AtomicFile, ChainOptions, Format, HandedOver, Image, Locking, formats};
 use nowait_remote::Location;
+use tracing::warn;
 
 use crate::config::export_spec::NamedExport;
 use crate::disks::allowed_places::{AllowedPlaces, absolute};
@@ -37,8 +38,46 @@ pub(crate) struct MoveTarget {
     disk: OpenedDisk,
     /// The file without its final name, and that name.
     file: Option<(AtomicFile, PathBuf)>,
+    bitmaps: Option<MadeBitmaps>,
     /// Its name in messages.
     pub(crate) name: String,
+}
+
+/// The file with the bitmaps of a raw disk that was made for a move. It is removed if the move does not complete.
+struct MadeBitmaps {
+    path: PathBuf,
+    stays: bool,
+}
+
+impl MadeBitmaps {
+    /// Has the raw disk in `image` store `bitmaps`, if it has no file with bitmaps, and one is `allowed` there. All of them is
+    /// dirty until the exchange. The image is to be opened again then.
+    ///
+    /// # Errors
+    /// The file cannot be made.
+    fn make(
+        image: &Image,
+        bitmaps: &[NewBitmap],
+        allowed: &AllowedPlaces,
+    ) -> Result<Option<Self>, ControlError> {
+        let place = image.bitmaps_place().filter(|_| !bitmaps.is_empty());
+        let Some(place) = place.filter(|it| !it.is_there() && allowed.allows_bitmaps(it.path()))
+        else {
+            return Ok(None);
+        };
+        place.make_dirty(bitmaps).map_err(conflict)?;
+        Ok(Some(Self { path: place.path().to_owned(), stays: false }))
+    }
+}
+
+impl Drop for MadeBitmaps {
+    fn drop(&mut self) {
+        if !self.stays
+            && let Err(error) = fs::remove_file(&self.path)
+        {
+            warn!("{}: left over from a move: {error}", self.path.display());
+        }
+    }
 }
 
 impl MoveTarget {
@@ -64,13 +103,14 @@ impl MoveTarget {
                 }
                 check_raw(start)?;
                 let options = options(moved, Some(Format::Raw), true);
-                Self::in_place(path, options, moved, common)?
+                Self::in_place(path, options, moved, (common, allowed))?
             }
             Location::File(_) => Self::new_file(start, moved, allowed)?,
             Location::Nbd(_) | Location::Rbd(_) => {
                 let name = allowed.image(&start.target)?;
                 check_raw(start)?;
-                Self::in_place(name, options(moved, Some(Format::Raw), false), moved, common)?
+                let options = options(moved, Some(Format::Raw), false);
+                Self::in_place(name, options, moved, (common, allowed))?
             }
             Location::Object(_) => {
                 let why = "an object of a store is not written in place (a disk moves to a file, a block device, or an \
@@ -92,12 +132,24 @@ impl MoveTarget {
         image: PathBuf,
         options: ChainOptions,
         moved: &MovedDisk,
-        common: &Common,
+        (common, allowed): (&Common, &AllowedPlaces),
     ) -> Result<Self, ControlError> {
         let name = image.to_string_lossy().into_owned();
         let named = NamedExport { image, ..moved.named.clone() };
-        let disk = OpenedDisk::open_anywhere(named, options, moved.description.clone(), common);
-        Ok(Self { disk: disk.map_err(conflict)?, file: None, name })
+        let open = || {
+            let (named, description) = (named.clone(), moved.description.clone());
+            OpenedDisk::open_anywhere(named, options.clone(), description, common).map_err(conflict)
+        };
+        let mut disk = open()?;
+        let bitmaps = match disk.image.size() == moved.size {
+            true => MadeBitmaps::make(&disk.image, &moved.bitmaps, allowed)?,
+            false => None,
+        };
+        if bitmaps.is_some() {
+            drop(disk);
+            disk = open()?;
+        }
+        Ok(Self { disk, file: None, bitmaps, name })
     }
 
     fn new_file(
@@ -124,16 +176,25 @@ impl MoveTarget {
         if !format.is_raw() {
             bitmap_changes::add_to_new(file.path(), &moved.bitmaps).map_err(conflict)?;
         }
-        let fd = file.file().fd().and_then(|fd| fd.try_clone_to_owned()).map_err(failed)?;
         // The format of a raw image that was not given is looked at the next time, too.
         let given = start.format.is_some() || moved.options.format.is_some() || !format.is_raw();
-        let handed_over = HandedOver::new(vec![fd]);
         let options = self::options(moved, Some(format).filter(|_| given), true);
-        let open = ChainOptions { handed_over, ..options.clone() };
-        let named = NamedExport { image: file.path().to_owned(), ..moved.named.clone() };
-        let disk = OpenedDisk::open(named, open, moved.description.clone()).map_err(conflict)?;
+        let open = || {
+            let fd = file.file().fd().and_then(|fd| fd.try_clone_to_owned()).map_err(failed)?;
+            let (handed_over, final_path) = (HandedOver::new(vec![fd]), Some(path.clone()));
+            let open = ChainOptions { handed_over, final_path, ..options.clone() };
+            let named = NamedExport { image: file.path().to_owned(), ..moved.named.clone() };
+            OpenedDisk::open(named, open, moved.description.clone()).map_err(conflict)
+        };
+        let mut disk = open()?;
+        let bitmaps = MadeBitmaps::make(&disk.image, &moved.bitmaps, allowed)?;
+        if bitmaps.is_some() {
+            drop(disk);
+            disk = open()?;
+        }
         let name = path.to_string_lossy().into_owned();
-        Ok(Self { disk: OpenedDisk { options, ..disk }, file: Some((file, path)), name })
+        let disk = OpenedDisk { options, ..disk };
+        Ok(Self { disk, file: Some((file, path)), bitmaps, name })
     }
 
     /// The open image.
@@ -156,12 +217,13 @@ impl MoveTarget {
     /// # Errors
     /// It has no name: the file is removed.
     pub(crate) fn complete(self) -> Result<OpenedDisk, String> {
-        let Self { mut disk, file, name } = self;
+        let Self { mut disk, file, mut bitmaps, name } = self;
         if let Some((file, path)) = file {
             file.finish().map_err(|why| format!("{name}: {why}"))?;
             disk.identity = ImageIdentity::of(&path);
             disk.named.image = path;
         }
+        bitmaps.iter_mut().for_each(|made| made.stays = true);
         Ok(disk)
     }
 }

@@ -31,6 +31,7 @@ use crate::serve::Context;
 use crate::serve::bound::Places;
 use crate::serve::confined::Confined;
 use crate::serve::opened::Images;
+use crate::serve::started::Started;
 use crate::upgrade::receiver::SavedClients;
 
 /// A server that serves.
@@ -56,11 +57,12 @@ impl<'a> Serving<'a> {
     /// The other program has ended, or has called it off; the driver's.
     pub(super) fn of(confined: Confined<'a>) -> Result<Self, CliError> {
         // Where this fails, the server is dropped first, then its nodes.
-        let Confined { context, images, later, places, control, upgrades, server, .. } = confined;
+        let Started { kind, detached, ending, context, images, later, .. } = confined.started;
+        let Started { places, control, upgrades, server, .. } = confined.started;
         let Context { config, output, receiver, waiting, .. } = context;
         let (image, listens) = (images.path().to_owned(), &places.listens);
         let Images { all, is_default, adopted, common } = images;
-        let lines = ready_lines(config, &all, confined.kind, listens, &places.devices);
+        let lines = ready_lines(config, &all, kind, listens, &places.devices);
         let uris = all.first().map(|first| uris(config, listens, &first.named)).unwrap_or_default();
         let disks = ServedDisks::new(served(config, &server, all, listens, &places.devices));
         let (moves, replicas) = <(Tasks<Job>, Tasks<Replica>)>::default();
@@ -88,8 +90,7 @@ impl<'a> Serving<'a> {
         if let Some(uri) = uris.first().filter(|_| is_default) {
             output.note(format_args!("{}", hint(uri)));
         }
-        start_long_run(server.exports(), confined.detached, places.log_file.as_ref(), waiting);
-        let ending = confined.ending;
+        start_long_run(server.exports(), detached, places.log_file.as_ref(), waiting);
         Ok(Self {
             config,
             server,

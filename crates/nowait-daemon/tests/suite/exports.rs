@@ -127,9 +127,7 @@ fn a_client_that_closes_its_side_together_with_its_choice_is_answered() {
 
 #[test]
 fn nbdinfo_lists_every_export_with_its_description() {
-    if !require_tool("nbdinfo") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdinfo"));
     let pair = Pair::new("");
     let list = tool("nbdinfo").args(["--json", "--list", &pair.server.uri()]).succeeds();
     let list: Value = serde_json::from_str(&list).expect("JSON from nbdinfo");

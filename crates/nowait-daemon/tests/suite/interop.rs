@@ -54,9 +54,9 @@ impl Drop for Mounted {
 
 #[test]
 fn nbdfuse_mounts_the_disk_as_a_file_that_is_read_and_written() {
-    if !require_tool("nbdfuse") || !require_tool("fusermount3") || !require_fuse() {
-        return;
-    }
+    nowait_testkit::needs!(
+        require_tool("nbdfuse") && require_tool("fusermount3") && require_fuse()
+    );
     let scratch = Scratch::new();
     let image = scratch.random("disk.img", 2 * MIB, 5);
     let mut expected = fs::read(&image).expect("the image");
@@ -78,9 +78,7 @@ fn nbdfuse_mounts_the_disk_as_a_file_that_is_read_and_written() {
 
 #[test]
 fn nbd_client_lists_the_exports_with_their_descriptions() {
-    if !require_tool("nbd-client") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbd-client"));
     let scratch = Scratch::new();
     let (root, data) = (scratch.sparse("root.img", MIB), scratch.sparse("data.img", MIB));
     let options = format!("nbd = ['tcp:127.0.0.1:0']{}", export("data", &data));
@@ -104,9 +102,7 @@ fn client(name: &str) -> PathBuf {
 
 #[test]
 fn a_client_in_plain_python_is_served_with_every_option_to_choose_an_export() {
-    if !require_tool(PYTHON) {
-        return;
-    }
+    nowait_testkit::needs!(require_tool(PYTHON));
     let scratch = Scratch::new();
     let size = MIB + 77;
     let image = scratch.sparse("disk.img", size);
@@ -119,9 +115,7 @@ fn a_client_in_plain_python_is_served_with_every_option_to_choose_an_export() {
 
 #[test]
 fn a_client_in_go_shares_one_connection_between_goroutines() {
-    if !require_tool("go") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("go"));
     let scratch = Scratch::new();
     let program = scratch.join("client");
     // The build cache is kept between runs, unless another user owns it.

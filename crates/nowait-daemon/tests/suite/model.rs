@@ -295,9 +295,7 @@ fn three_connections_always_read_what_they_last_wrote_in_every_variant() {
 
 #[test]
 fn the_same_holds_for_qcow2_images_without_and_with_raw_and_qcow2_backing_files() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let seed = seed();
     let kinds = [Below::Nothing, Below::Raw, Below::Qcow2];
     for (variant, below) in VARIANTS.into_iter().zip(kinds.into_iter().cycle()) {

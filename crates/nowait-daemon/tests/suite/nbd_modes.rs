@@ -56,9 +56,7 @@ fn check_connection(answer: &Value, has_tls: bool) {
 
 #[test]
 fn nbdinfo_reports_writable_read_only_and_listed_exports_correctly() {
-    if !require_tool("nbdinfo") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdinfo"));
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", 3 * MIB + 512);
     let other = scratch.sparse("other.img", MIB);
@@ -83,9 +81,7 @@ fn nbdinfo_reports_writable_read_only_and_listed_exports_correctly() {
 
 #[test]
 fn nbdinfo_reports_exports_behind_tls_correctly() {
-    if !require_tool("nbdinfo") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdinfo"));
     let (scratch, certs) = (Scratch::new(), Scratch::new());
     let authority = Authority::new("the authority");
     authority.trusted_in(certs.path());
@@ -147,9 +143,7 @@ works(connected(flags(0)), 6, False, False)
 
 #[test]
 fn libnbd_is_served_without_structured_replies_and_without_options() {
-    if !python_with_nbd() {
-        return;
-    }
+    nowait_testkit::needs!(python_with_nbd());
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", 4 * MIB);
     let server = Server::start(&image, "");

@@ -50,9 +50,7 @@ fn same_bytes(one: &Path, other: &Path) -> bool {
 
 #[test]
 fn nbdinfo_sees_every_capability_of_a_writable_image() {
-    if !require_tool("nbdinfo") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdinfo"));
     let scratch = Scratch::new();
     let server = Server::start(&scratch.sparse("disk.img", 3 * MIB + 512), "");
     let export = export_of(&server);
@@ -66,9 +64,7 @@ fn nbdinfo_sees_every_capability_of_a_writable_image() {
 
 #[test]
 fn nbdinfo_sees_that_a_read_only_export_is_read_only() {
-    if !require_tool("nbdinfo") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdinfo"));
     let scratch = Scratch::new();
     let server = Server::start(&scratch.sparse("disk.img", MIB), "read-only = true");
     assert_eq!(export_of(&server)["is_read_only"], true);
@@ -77,9 +73,7 @@ fn nbdinfo_sees_that_a_read_only_export_is_read_only() {
 
 #[test]
 fn nbdinfo_finds_the_export_under_its_name_and_no_other() {
-    if !require_tool("nbdinfo") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdinfo"));
     let scratch = Scratch::new();
     let server = Server::of(&export("backup", &scratch.sparse("disk.img", MIB)));
     let size = tool("nbdinfo").args(["--size", &server.uri_of("backup")]).succeeds();
@@ -90,9 +84,7 @@ fn nbdinfo_finds_the_export_under_its_name_and_no_other() {
 
 #[test]
 fn nbdinfo_gets_the_same_answer_over_tcp() {
-    if !require_tool("nbdinfo") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdinfo"));
     let scratch = Scratch::new();
     let server = Server::start(&scratch.sparse("disk.img", MIB), "nbd = ['tcp:127.0.0.1:0']");
     for uri in [server.uri(), format!("nbd://127.0.0.1:{}", server.port())] {
@@ -103,9 +95,7 @@ fn nbdinfo_gets_the_same_answer_over_tcp() {
 
 #[test]
 fn nbdinfo_maps_data_holes_and_later_writes() {
-    if !require_tool("nbdinfo") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdinfo"));
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", 8 * MIB);
     let file = File::options().write(true).open(&image).expect("the image");
@@ -133,9 +123,7 @@ fn nbdinfo_maps_data_holes_and_later_writes() {
 
 #[test]
 fn nbdcopy_takes_a_gibibyte_both_ways_and_holes_stay_holes() {
-    if !require_tool("nbdcopy") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("nbdcopy"));
     let scratch = Scratch::new();
     let source = scratch.dotted("source", GIB, MIB as usize, 8 * MIB);
     let image = scratch.sparse("disk.img", GIB);
@@ -238,9 +226,7 @@ h.shutdown()
 
 #[test]
 fn libnbd_gets_every_command_answered_and_bad_ones_refused() {
-    if !python_with_nbd() {
-        return;
-    }
+    nowait_testkit::needs!(python_with_nbd());
     let scratch = Scratch::new();
     let server = Server::start(&scratch.sparse("disk.img", 4 * MIB), "");
     tool(PYTHON).args(["-c", LIBNBD_SCRIPT, &server.uri()]).succeeds();
@@ -267,9 +253,7 @@ fn fio_verify(server: &Server, bytes: u64) {
 
 #[test]
 fn fio_reads_back_the_checksums_it_wrote_in_every_variant() {
-    if !require_tool("fio") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("fio"));
     for (number, variant) in VARIANTS.iter().enumerate() {
         println!("serve {variant:?}");
         let bytes = if number == 0 { 256 * MIB } else { 32 * MIB };

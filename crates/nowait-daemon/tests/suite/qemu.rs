@@ -6,9 +6,7 @@ use crate::common::{Finished, GIB, KIB, MIB, Scratch, Server, VARIANTS, require_
 
 #[test]
 fn qemu_img_converts_into_and_out_of_the_export_and_finds_all_identical() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = Scratch::new();
     let source = scratch.dotted("source", GIB / 4, 100 * KIB as usize, 3 * MIB);
     let packed = scratch.join("packed.qcow2");
@@ -69,9 +67,7 @@ const QEMU_IO_SCRIPT: [&str; 20] = [
 
 #[test]
 fn qemu_io_reads_the_patterns_it_wrote_zeroed_and_discarded_in_every_variant() {
-    if !require_tool("qemu-io") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-io"));
     for variant in VARIANTS {
         println!("serve {variant:?}");
         let scratch = Scratch::new();

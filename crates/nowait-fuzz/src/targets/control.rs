@@ -3,15 +3,10 @@
 //! Checked: each answer is HTTP, a refusal says why in one line of JSON; what is answered and what
 //! the server is asked to do does not depend on how the bytes are split, until the connection closes.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-use nowait_control::{
-    AddBitmap, AddExport, BackupInfo, BitmapInfo, ConnectionInfo, ControlError, ControlledServer,
-    ExportInfo, MergeBitmaps, MoveInfo, PatchBitmap, PatchExport, ReplicationInfo, ServerInfo,
-    SnapshotReport, SnapshotRequest, StartBackup, StartMove, StartReplication, Token,
-    UpgradeReport, UpgradeRequest, fuzz,
-};
-use nowait_server::BackupEnd;
+use nowait_control::{Token, fuzz};
+use nowait_testkit::noting_server::NotingServer;
 
 use crate::split::cut;
 use crate::target::{Check, Target};
@@ -58,144 +53,6 @@ pub(crate) const TARGET: Target = Target {
     memory: 16 << 20,
 };
 
-/// A server without disks, which notes what it is asked to do.
-#[derive(Default)]
-struct Noting(Mutex<Vec<String>>);
-
-impl Noting {
-    fn note<T: Default>(&self, what: String) -> Result<T, ControlError> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(what);
-        Ok(T::default())
-    }
-}
-
-impl ControlledServer for Noting {
-    fn info(&self) -> ServerInfo {
-        ServerInfo::default()
-    }
-
-    fn exports(&self) -> Vec<ExportInfo> {
-        vec![ExportInfo { id: 3, name: "a/b c".into(), ..ExportInfo::default() }]
-    }
-
-    fn find(&self, name: &str) -> Option<u64> {
-        (name == "a/b c").then_some(3)
-    }
-
-    fn export(&self, id: u64) -> Result<ExportInfo, ControlError> {
-        match id {
-            3 => Ok(ExportInfo { id: 3, name: "a/b c".into(), ..ExportInfo::default() }),
-            _ => Err(ControlError::NotFound("there is no such export".into())),
-        }
-    }
-
-    fn connections(&self) -> Vec<ConnectionInfo> {
-        vec![ConnectionInfo::default()]
-    }
-
-    fn add(&self, export: AddExport) -> Result<ExportInfo, ControlError> {
-        self.note(format!("{export:?}"))
-    }
-
-    fn remove(&self, id: u64, hard: bool) -> Result<(), ControlError> {
-        self.note(format!("remove {id} {hard}"))
-    }
-
-    fn change(&self, id: u64, change: PatchExport) -> Result<ExportInfo, ControlError> {
-        self.note(format!("change {id} {change:?}"))
-    }
-
-    fn flush(&self, id: u64) -> Result<(), ControlError> {
-        self.note(format!("flush {id}"))
-    }
-
-    fn snapshot(&self, id: u64, snapshot: SnapshotRequest) -> Result<SnapshotReport, ControlError> {
-        self.note(format!("snapshot {id} {snapshot:?}"))
-    }
-
-    fn start_backup(
-        &self,
-        ids: &[u64],
-        backup: StartBackup,
-    ) -> Result<Vec<BackupInfo>, ControlError> {
-        self.note(format!("start_backup {ids:?} {:?}", backup.bitmap))
-    }
-
-    fn end_backup(&self, ids: &[u64], end: BackupEnd) -> Result<(), ControlError> {
-        self.note(format!("end_backup {ids:?} {end:?}"))
-    }
-
-    fn start_move(&self, id: u64, start: StartMove) -> Result<MoveInfo, ControlError> {
-        self.note(format!("start_move {id} {start:?}"))
-    }
-
-    fn disk_move(&self, id: u64) -> Result<MoveInfo, ControlError> {
-        self.note(format!("disk_move {id}"))
-    }
-
-    fn cancel_move(&self, id: u64) -> Result<MoveInfo, ControlError> {
-        self.note(format!("cancel_move {id}"))
-    }
-
-    fn start_replication(
-        &self,
-        id: u64,
-        start: StartReplication,
-    ) -> Result<ReplicationInfo, ControlError> {
-        self.note(format!("start_replication {id} {start:?}"))
-    }
-
-    fn replication(&self, id: u64) -> Result<ReplicationInfo, ControlError> {
-        self.note(format!("replication {id}"))
-    }
-
-    fn stop_replication(&self, id: u64) -> Result<ReplicationInfo, ControlError> {
-        self.note(format!("stop_replication {id}"))
-    }
-
-    fn bitmaps(&self, id: u64) -> Result<Vec<BitmapInfo>, ControlError> {
-        self.note(format!("bitmaps {id}"))
-    }
-
-    fn add_bitmap(&self, id: u64, bitmap: AddBitmap) -> Result<BitmapInfo, ControlError> {
-        self.note(format!("add_bitmap {id} {}", bitmap.name))
-    }
-
-    fn remove_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError> {
-        self.note(format!("remove_bitmap {id} {name}"))
-    }
-
-    fn clear_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError> {
-        self.note(format!("clear_bitmap {id} {name}"))
-    }
-
-    fn change_bitmap(
-        &self,
-        id: u64,
-        name: &str,
-        change: PatchBitmap,
-    ) -> Result<BitmapInfo, ControlError> {
-        self.note(format!("change_bitmap {id} {name} {:?}", change.enabled))
-    }
-
-    fn merge_bitmaps(
-        &self,
-        id: u64,
-        name: &str,
-        merge: MergeBitmaps,
-    ) -> Result<BitmapInfo, ControlError> {
-        self.note(format!("merge_bitmaps {id} {name} {:?}", merge.sources))
-    }
-
-    fn disconnect(&self, id: u64) -> Result<(), ControlError> {
-        self.note(format!("disconnect {id}"))
-    }
-
-    fn upgrade(&self, upgrade: UpgradeRequest) -> Result<UpgradeReport, ControlError> {
-        self.note(format!("{upgrade:?}"))
-    }
-}
-
 /// The statuses that were answered with the lengths of their bodies, and what was asked for.
 type Outcome = (Vec<(u16, usize)>, Vec<String>);
 
@@ -225,9 +82,9 @@ fn outcome<'a>(
     token: Option<Token>,
     pieces: impl IntoIterator<Item = &'a [u8]>,
 ) -> Result<Outcome, String> {
-    let server = Arc::new(Noting::default());
+    let server = Arc::new(NotingServer::default());
     let answers = fuzz::converse(server.clone(), token, pieces);
-    let asked = std::mem::take(&mut *server.0.lock().unwrap_or_else(PoisonError::into_inner));
+    let asked = server.take_notes();
     let mut answers = answers_in(&answers)?;
     // Bytes that are not HTTP close the connection, where the library can with an empty answer.
     if answers.last().is_some_and(|&(status, length)| status >= 400 && length == 0) {

@@ -44,7 +44,6 @@ pub const ALL: [&Target; 17] = [
 ];
 
 /// The target with this name.
-#[must_use]
 pub fn by_name(name: &str) -> Option<&'static Target> {
     ALL.into_iter().find(|target| target.name == name)
 }

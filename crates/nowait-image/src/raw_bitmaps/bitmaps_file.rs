@@ -49,6 +49,22 @@ impl BitmapsPlace {
         self.change(|bitmaps| bitmaps.add(new, None))
     }
 
+    /// Makes the file, with bitmaps of which all is dirty, until others are stored. No request of the disk is in flight.
+    ///
+    /// # Errors
+    /// Like [`BitmapsPlace::add`]; there is something of that name.
+    pub fn make_dirty(&self, new: &[NewBitmap]) -> Result<(), ImageError> {
+        let size = self.disk_bytes().map_err(|error| self.failed("find its size", &error))?;
+        let record = self.disk.settled_record();
+        let record = record.map_err(|error| self.failed("look at its disk", &error))?;
+        self.write(size, record, false, |bitmaps| {
+            for bitmap in new {
+                bitmaps.add(bitmap, Some(&mut io::repeat(u8::MAX)))?;
+            }
+            bitmaps.trim(size)
+        })
+    }
+
     /// Clears all bits of the usable bitmap `name`. No request of the disk is in flight.
     ///
     /// # Errors

@@ -35,13 +35,15 @@ pub struct BitmapsPlace {
 }
 
 impl BitmapsPlace {
-    /// The place of the bitmaps of the disk in `file`; `directory` is that of `--bitmap-dir`. `None` if it has none.
+    /// The place of the bitmaps of the disk in `file`, which is to get the path `later`, if that is given; `directory` is that
+    /// of `--bitmap-dir`. `None` if it has none.
     ///
     /// # Errors
     /// Its name is too long for a file there. Those of fstat(2).
     pub(crate) fn of(
         file: &Arc<ImageFile>,
         directory: Option<&Path>,
+        later: Option<&Path>,
     ) -> Result<Option<Self>, ImageError> {
         if file.fd().is_err() || file.remote().is_some() {
             return Ok(None);
@@ -49,7 +51,8 @@ impl BitmapsPlace {
         if file.is_block_device() {
             return directory.map_or(Ok(None), |directory| Self::of_device(file, directory));
         }
-        let Some(disk_path) = own_path(file) else { return Ok(None) };
+        let disk_path = later.map(Path::to_owned).or_else(|| own_path(file));
+        let Some(disk_path) = disk_path else { return Ok(None) };
         let disk = RawDisk::of_file(file);
         let disk = disk.map_err(|error| ImageError::os(file.path(), "look at it", &error))?;
         let mut beside = disk_path.clone().into_os_string();
@@ -185,7 +188,7 @@ mod tests {
         std::fs::create_dir(&given).unwrap();
         let place = |path: &Path, directory: Option<&Path>| {
             let file = Arc::new(ImageFile::open(path, false).unwrap());
-            BitmapsPlace::of(&file, directory).unwrap().unwrap()
+            BitmapsPlace::of(&file, directory, None).unwrap().unwrap()
         };
         let beside = root.join("disk.img.bitmaps.qcow2");
         assert_eq!(place(&image, None).path(), beside);
@@ -199,8 +202,8 @@ mod tests {
         // A file that has lost its name, or whose name is that of another one, has none.
         let file = Arc::new(ImageFile::open(&image, false).unwrap());
         std::fs::remove_file(&image).unwrap();
-        assert!(BitmapsPlace::of(&file, None).unwrap().is_none());
+        assert!(BitmapsPlace::of(&file, None, None).unwrap().is_none());
         std::fs::write(&image, "another").unwrap();
-        assert!(BitmapsPlace::of(&file, None).unwrap().is_none());
+        assert!(BitmapsPlace::of(&file, None, None).unwrap().is_none());
     }
 }

@@ -49,9 +49,7 @@ fn theirs(images: &Images) -> (Option<i32>, Report) {
 
 #[test]
 fn consistent_images_have_the_same_counts_as_in_qemu() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     for seed in FIRST_SEED..FIRST_SEED + CHAINS {
         let images = Images::seeded(seed);
         assert_eq!((Some(0), ours(&images)), theirs(&images), "seed {seed}");
@@ -60,9 +58,7 @@ fn consistent_images_have_the_same_counts_as_in_qemu() {
 
 #[test]
 fn snapshots_and_bitmaps_are_in_use_and_no_leaks() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "", &["write -P 1 0 3M"]);
     for arguments in [
         &["snapshot", "-c", "before", "disk.qcow2"][..],
@@ -89,9 +85,7 @@ fn set_refcount(images: &Images, block: u64, cluster: u64, count: u16) {
 
 #[test]
 fn leaks_and_corruptions_are_counted_as_qemu_does() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "", &["write -P 1 0 2M"]);
     let block = 2 * CLUSTER;
     set_refcount(&images, block, 8, 2);
@@ -116,9 +110,7 @@ fn leaks_and_corruptions_are_counted_as_qemu_does() {
 
 #[test]
 fn we_and_qemu_agree_on_which_damaged_images_are_corrupt() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "", &["write -P 1 0 2M", "write -z 3M 64k", "write 5M 1M"]);
     let bytes = std::fs::read(images.path()).unwrap();
     let mut random = Random::from_seed(FIRST_SEED);
@@ -147,9 +139,7 @@ fn repaired(images: &Images) -> nowait_image::repair::Repaired {
 
 #[test]
 fn a_repaired_image_passes_qemus_check_and_has_the_same_bytes() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "", &["write -P 1 0 2M"]);
     let reader = |images: &Images| {
         let chain = Chain::open(&images.path(), &ChainOptions::default()).unwrap();
@@ -176,9 +166,7 @@ fn a_repaired_image_passes_qemus_check_and_has_the_same_bytes() {
 
 #[test]
 fn an_image_with_clusters_of_unknown_use_is_neither_checked_nor_repaired() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "", &["write -P 1 0 64k"]);
     let file = std::fs::File::options().write(true).open(images.path()).unwrap();
     // Incompatible bits: an unknown one, and "dirty" or "corrupt"; encryption by LUKS, whose header
@@ -202,9 +190,7 @@ fn an_image_with_clusters_of_unknown_use_is_neither_checked_nor_repaired() {
 
 #[test]
 fn a_repair_frees_no_cluster_while_a_pointer_is_invalid() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "", &["write -P 1 0 2M"]);
     let file = std::fs::File::options().write(true).open(images.path()).unwrap();
     // A reserved bit in the first entry of the L2 table: its target is in use nevertheless.
@@ -220,9 +206,7 @@ fn a_repair_frees_no_cluster_while_a_pointer_is_invalid() {
 
 #[test]
 fn a_repair_writes_to_no_refcount_block_with_another_use() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "", &["write -P 1 0 2M"]);
     let file = std::fs::File::options().write(true).open(images.path()).unwrap();
     // The refcount table puts the first block at the position of the L2 table.

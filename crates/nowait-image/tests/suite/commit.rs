@@ -48,9 +48,7 @@ fn files(directory: &Path, without: &[&str]) -> Vec<(String, Vec<u8>)> {
 
 #[test]
 fn a_commit_gives_the_backing_file_the_same_bytes_as_qemus_commit() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let (mut committed, mut alike) = ([0, 0], 0);
     for seed in FIRST_SEED..FIRST_SEED + CHAINS {
         let images = Images::seeded(seed);
@@ -105,9 +103,7 @@ fn a_commit_gives_the_backing_file_the_same_bytes_as_qemus_commit() {
 
 #[test]
 fn a_kept_overlay_is_unchanged_to_the_byte_and_an_emptied_one_takes_no_space() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("4M", "", &[]);
     let directory = images.directory();
     let create = ["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", images.name(), "top", "6M"];
@@ -126,9 +122,7 @@ fn a_kept_overlay_is_unchanged_to_the_byte_and_an_emptied_one_takes_no_space() {
 
 #[test]
 fn a_commit_that_outgrows_the_refcount_table_makes_a_larger_one() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     // With clusters of 512 bytes a table of one cluster counts 8 MiB of file.
     let images = Images::qcow2("24M", "cluster_size=512", &["write -P 1 0 7M"]);
     let directory = images.directory();

@@ -34,9 +34,7 @@ fn bytes_by_imago(images: &Images) -> Option<Vec<u8>> {
 
 #[test]
 fn fifty_chains_have_the_same_map_and_bytes_as_in_qemu() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let mut read_by_imago = 0;
     for seed in FIRST_SEED..FIRST_SEED + CHAINS {
         let images = Images::seeded(seed);

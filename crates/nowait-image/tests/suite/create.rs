@@ -24,9 +24,7 @@ fn info(directory: &Path, image: &str) -> String {
 
 #[test]
 fn every_kind_of_new_qcow2_image_equals_qemus_own_and_can_be_written_to() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::none("");
     let directory = images.directory();
     for cluster in [512, 4096, 65536, 2 << 20] {
@@ -63,9 +61,7 @@ fn every_kind_of_new_qcow2_image_equals_qemus_own_and_can_be_written_to() {
 
 #[test]
 fn an_overlay_has_its_backing_files_bytes_and_size() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "", &["write -P 3 1M 64k"]);
     let wanted = CreateOptions {
         backing: Some(images.name().into()),

@@ -24,9 +24,7 @@ fn why(opened: Result<Image, ImageError>) -> String {
 
 #[test]
 fn an_image_that_is_handed_over_is_locked_at_every_moment() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let all: Vec<Images> = (0..3).map(Images::seeded).collect();
     let _alone = no_child_starts();
     let in_use =
@@ -50,9 +48,7 @@ fn an_image_that_is_handed_over_is_locked_at_every_moment() {
 
 #[test]
 fn another_file_in_the_place_of_one_that_was_handed_over_is_refused() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("1M", "cluster_size=4k", &["write -P 5 0 1M"]);
     let other = Images::qcow2("1M", "cluster_size=4k", &[]);
     let _alone = no_child_starts();

@@ -111,9 +111,7 @@ fn assert_allocation_refused(images: &Images, what: &str) {
 
 #[test]
 fn metadata_with_a_refcount_of_0_is_not_overwritten_and_the_image_is_marked_corrupt() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let all = [(0, "header"), (REFCOUNT_TABLE, "table"), (REFCOUNT_BLOCK, "block")];
     for (cluster, what) in all.into_iter().chain([(L1_TABLE, "L1"), (L2_TABLE, "L2")]) {
         let images = image();
@@ -127,9 +125,7 @@ fn metadata_with_a_refcount_of_0_is_not_overwritten_and_the_image_is_marked_corr
 
 #[test]
 fn a_data_entry_that_points_to_metadata_is_neither_read_nor_written() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     for metadata in [REFCOUNT_TABLE, REFCOUNT_BLOCK, L1_TABLE, L2_TABLE] {
         let images = image();
         entry(&images, L2_TABLE * CLUSTER + 8, (metadata * CLUSTER) | COPIED);
@@ -153,9 +149,7 @@ fn a_data_entry_that_points_to_metadata_is_neither_read_nor_written() {
 
 #[test]
 fn a_write_to_data_that_two_entries_claim_gets_a_cluster_of_its_own() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     // Two entries for one cluster, whose refcount is 2; the flag "copied" is wrong.
     let images = image();
     entry(&images, L2_TABLE * CLUSTER + 8, (DATA * CLUSTER) | COPIED);
@@ -172,9 +166,7 @@ fn a_write_to_data_that_two_entries_claim_gets_a_cluster_of_its_own() {
 
 #[test]
 fn a_cluster_that_one_of_two_entries_left_keeps_its_refcount_and_the_other_its_flag() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     // A repair leaves a cluster that two entries name like this: a refcount of 2, and no flag "copied".
     let images = image();
     for n in [0, 1] {
@@ -195,9 +187,7 @@ fn a_cluster_that_one_of_two_entries_left_keeps_its_refcount_and_the_other_its_f
 
 #[test]
 fn an_l2_table_that_two_l1_entries_share_is_read_and_not_written() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("2G", "", &["write -P 1 0 64k"]);
     entry(&images, L1_TABLE * CLUSTER + 8, (L2_TABLE * CLUSTER) | COPIED);
     let (file, open_image) = open(&images);
@@ -214,9 +204,7 @@ fn an_l2_table_that_two_l1_entries_share_is_read_and_not_written() {
 
 #[test]
 fn a_disk_of_which_two_parts_share_a_table_gets_no_other_size() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("2G", "", &["write -P 1 0 64k"]);
     for index in 0..2 {
         entry(&images, L1_TABLE * CLUSTER + 8 * index, L2_TABLE * CLUSTER);
@@ -235,9 +223,7 @@ fn a_disk_of_which_two_parts_share_a_table_gets_no_other_size() {
 
 #[test]
 fn a_shared_cluster_is_freed_when_no_entry_is_left_that_names_it() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     // Clusters 1 and 2 of the disk are the same one; the new end cuts off one of them, or both.
     for (clusters, leaks) in [(2, 1), (1, 0)] {
         let images = image();
@@ -265,9 +251,7 @@ fn a_shared_cluster_is_freed_when_no_entry_is_left_that_names_it() {
 
 #[test]
 fn a_refcount_block_with_another_use_is_not_written() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     for other in [REFCOUNT_TABLE, L1_TABLE, L2_TABLE, 1 << 20] {
         let images = image();
         entry(&images, REFCOUNT_TABLE * CLUSTER, other * CLUSTER);
@@ -285,9 +269,7 @@ fn a_refcount_block_with_another_use_is_not_written() {
 
 #[test]
 fn data_with_a_refcount_of_0_is_not_allocated_again() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = image();
     set_count(&images, DATA + 1, 0);
     assert_allocation_refused(&images, "data");
@@ -295,9 +277,7 @@ fn data_with_a_refcount_of_0_is_not_allocated_again() {
 
 #[test]
 fn free_clusters_inside_a_consistent_image_are_allocated_again() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = image();
     let discard = ["discard 0 64k".to_owned(), "discard 128k 64k".to_owned()];
     crate::images::qemu_io(images.directory(), "qcow2", images.name(), &discard);
@@ -313,9 +293,7 @@ fn free_clusters_inside_a_consistent_image_are_allocated_again() {
 
 #[test]
 fn compressed_clusters_with_a_low_refcount_are_not_freed_with_their_neighbour() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     // Two compressed clusters of the disk in one of the file, whose refcount is 1 instead of 2.
     let images = Images::qcow2("64M", "", &["write -c -P 1 0 64k", "write -c -P 2 64k 64k"]);
     set_count(&images, DATA, 1);
@@ -335,9 +313,7 @@ fn compressed_clusters_with_a_low_refcount_are_not_freed_with_their_neighbour() 
 
 #[test]
 fn tables_that_the_header_puts_at_one_position_are_refused() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = image();
     for (at, position) in [(40, REFCOUNT_TABLE), (48, L1_TABLE)] {
         let before = fs::read(images.path()).unwrap();
@@ -369,9 +345,7 @@ fn open_to_read(path: &std::path::Path) -> (BlockingFile<Qcow2Map>, OpenImage) {
 
 #[test]
 fn an_image_whose_tables_are_cut_off_is_refused_and_not_an_empty_disk() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = image();
     let file = fs::File::options().write(true).open(images.path()).unwrap();
     for bytes in [L1_TABLE * CLUSTER + 4, L1_TABLE * CLUSTER, CLUSTER, 4096, 511] {
@@ -387,9 +361,7 @@ fn an_image_whose_tables_are_cut_off_is_refused_and_not_an_empty_disk() {
 
 #[test]
 fn data_that_was_cut_off_with_the_files_end_is_an_error_in_every_read() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = image();
     let name = images.name();
     let create = ["create", "-q", "-f", "qcow2", "-b", name, "-F", "qcow2", "above"];
@@ -417,9 +389,7 @@ fn data_that_was_cut_off_with_the_files_end_is_an_error_in_every_read() {
 
 #[test]
 fn the_last_cluster_may_be_there_in_part_and_ends_with_zeros() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = image();
     let top = fs::File::options().write(true).open(images.path()).unwrap();
     top.set_len((DATA + 2) * CLUSTER + 4096).unwrap();
@@ -433,9 +403,7 @@ fn the_last_cluster_may_be_there_in_part_and_ends_with_zeros() {
 
 #[test]
 fn a_table_of_snapshots_that_is_cut_off_is_counted() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = image();
     qemu_img(images.directory(), &["snapshot", "-c", "one", images.name()]);
     let bytes = fs::read(images.path()).unwrap();

@@ -46,9 +46,7 @@ fn exercise(images: &Images, outcomes: &mut [u64; 2]) {
 
 #[test]
 fn ten_thousand_damaged_images_give_an_error_or_a_result() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2(
         "6M",
         "cluster_size=4096",

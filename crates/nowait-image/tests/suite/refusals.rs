@@ -29,9 +29,7 @@ fn patched(images: &Images, at: usize, bytes: &[u8]) -> String {
 
 #[test]
 fn features_that_are_not_supported_are_refused_by_name() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "", &["write 0 64k"]);
     let writable = ChainOptions { writable: true, ..ChainOptions::default() };
     Chain::open(&images.path(), &writable).unwrap();
@@ -76,9 +74,7 @@ fn features_that_are_not_supported_are_refused_by_name() {
 
 #[test]
 fn an_image_with_internal_snapshots_is_only_read() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "", &["write 0 64k"]);
     qemu_img(images.directory(), &["snapshot", "-c", "before", images.name()]);
     Chain::open(&images.path(), &ChainOptions::default()).unwrap();
@@ -96,9 +92,7 @@ fn overlay(images: &Images, name: &str, backing: &str, format: &str) {
 
 #[test]
 fn chains_that_are_circular_missing_or_too_long_are_refused() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::none("a");
     let options = ChainOptions::default();
     overlay(&images, "a", "b", "qcow2");
@@ -134,9 +128,7 @@ fn chains_that_are_circular_missing_or_too_long_are_refused() {
 
 #[test]
 fn a_backing_format_that_is_not_recorded_is_raw_if_no_signature_is_found() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::none("top");
     overlay(&images, "top", "base", "raw");
     let mut bytes = std::fs::read(images.path()).unwrap();
@@ -154,9 +146,7 @@ fn a_backing_format_that_is_not_recorded_is_raw_if_no_signature_is_found() {
 
 #[test]
 fn every_file_of_a_chain_is_locked_and_an_open_without_locks_is_possible() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::none("top");
     std::fs::write(images.directory().join("base"), [7; 4096]).unwrap();
     overlay(&images, "top", "base", "raw");
@@ -211,9 +201,7 @@ fn a_format_is_guessed_by_qcow2s_first_bytes_only() {
 
 #[test]
 fn an_explicit_raw_format_is_accepted() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "", &[]);
     let options = ChainOptions { format: Some(Format::Raw), ..ChainOptions::default() };
     let chain = Chain::open(&images.path(), &options).unwrap();

@@ -24,9 +24,7 @@ fn bytes(images: &Images) -> Vec<u8> {
 
 #[test]
 fn a_disk_keeps_its_bytes_and_grows_by_zeros_whatever_is_below_it() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let mut resized = 0;
     for seed in FIRST_SEED..FIRST_SEED + CHAINS {
         let images = Images::seeded(seed);
@@ -53,9 +51,7 @@ fn a_disk_keeps_its_bytes_and_grows_by_zeros_whatever_is_below_it() {
 
 #[test]
 fn a_table_that_becomes_too_small_is_replaced_by_a_larger_one() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("1M", "cluster_size=512", &["write -P 5 0 1M"]);
     let mut expected = bytes(&images);
     // 2 GiB in clusters of 512 bytes: an L1 table of 128 clusters per GiB.
@@ -71,9 +67,7 @@ fn a_table_that_becomes_too_small_is_replaced_by_a_larger_one() {
 
 #[test]
 fn bytes_that_were_cut_off_take_no_space_and_do_not_come_back() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "", &["write -P 5 0 8M"]);
     resize(&open(&images), 100_000, true).unwrap();
     assert!(std::fs::metadata(images.path()).unwrap().len() < 1 << 20);
@@ -103,9 +97,7 @@ fn a_raw_image_gets_exactly_the_requested_size_and_shrinks_only_on_request() {
 
 #[test]
 fn an_image_with_snapshots_or_damage_is_left_alone() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "", &["write 0 64k"]);
     qemu_img(images.directory(), &["snapshot", "-c", "before", images.name()]);
     let options = ChainOptions { writable: true, ..ChainOptions::default() };

@@ -72,9 +72,7 @@ fn verify(images: &Images, model: &[u8], below: &[(std::path::PathBuf, Vec<u8>)]
 
 #[test]
 fn chains_of_all_kinds_agree_with_the_model_with_each_switch_off() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let mut played = 0;
     for seed in FIRST_SEED..FIRST_SEED + CHAINS {
         let images = Images::seeded(seed);
@@ -109,9 +107,7 @@ const WRITERS: usize = 8;
 
 #[test]
 fn a_cluster_that_many_threads_write_to_at_once_is_allocated_once() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::none("top.qcow2");
     let base = Random::from_seed(5).bytes(4 << 20);
     fs::write(images.directory().join("base"), &base).unwrap();
@@ -147,9 +143,7 @@ fn a_cluster_that_many_threads_write_to_at_once_is_allocated_once() {
 
 #[test]
 fn an_image_that_outgrows_its_refcount_table_gets_a_longer_one() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     // With clusters of 512 bytes the first table counts up to 8 MiB of the file.
     let images = Images::qcow2("20M", "cluster_size=512", &[]);
     let (disk, open_image) = open(&images, Direct::Off, true);
@@ -168,9 +162,7 @@ fn an_image_that_outgrows_its_refcount_table_gets_a_longer_one() {
 
 #[test]
 fn an_image_that_cannot_be_served_is_refused_in_one_line_and_left_alone() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "", &["write 0 64k"]);
     qemu_img(images.directory(), &["snapshot", "-c", "before", images.name()]);
     let before = fs::read(images.path()).unwrap();

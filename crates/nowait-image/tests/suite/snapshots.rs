@@ -64,9 +64,7 @@ fn error(images: &Images, snapshot: &str, options: &ChainOptions) -> String {
 
 #[test]
 fn the_disk_as_of_each_snapshot_has_the_bytes_that_qemu_reads() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     for (seed, options) in ["", "cluster_size=512", "compression_type=zstd"].iter().enumerate() {
         let images = Images::qcow2("4M", options, &[]);
         let mut random = Random::from_seed(seed as u64);
@@ -115,9 +113,7 @@ fn the_disk_as_of_each_snapshot_has_the_bytes_that_qemu_reads() {
 
 #[test]
 fn a_snapshot_is_only_read_and_what_is_none_is_refused() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "", &["write 0 64k"]);
     qemu_img(images.directory(), &["snapshot", "-c", "before", images.name()]);
     let read = ChainOptions::default();
@@ -139,9 +135,7 @@ fn a_snapshot_is_only_read_and_what_is_none_is_refused() {
 
 #[test]
 fn snapshots_are_listed_as_in_qemu_and_their_damage_is_refused() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "", &["write 0 64k"]);
     qemu_img(images.directory(), &["snapshot", "-c", "before", images.name()]);
     let file = ImageFile::open(&images.path(), false).unwrap();

@@ -92,9 +92,7 @@ fn overlay(random: &mut Random, size: u64) -> (Images, u64) {
 
 #[test]
 fn nowait_and_qemu_write_in_turns_to_an_image_with_subclusters() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     for seed in FIRST_SEED..FIRST_SEED + ROUNDS {
         let mut random = Random::from_seed(seed);
         let size = 7 * MIB + 512 * random.below(3);
@@ -128,9 +126,7 @@ fn nowait_and_qemu_write_in_turns_to_an_image_with_subclusters() {
 
 #[test]
 fn a_write_of_a_subcluster_copies_no_more_than_that() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::none("top.qcow2");
     fs::write(images.directory().join("base"), vec![7; MIB as usize]).unwrap();
     let features = Features { extended_l2: true, ..Features::default() };
@@ -159,9 +155,7 @@ fn a_write_of_a_subcluster_copies_no_more_than_that() {
 
 #[test]
 fn a_disk_with_subclusters_grows_and_shrinks_as_by_qemu() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     for seed in FIRST_SEED..FIRST_SEED + 6 {
         let mut random = Random::from_seed(seed);
         let mut size = 5 * MIB;
@@ -190,9 +184,7 @@ fn a_disk_with_subclusters_grows_and_shrinks_as_by_qemu() {
 
 #[test]
 fn new_images_are_accepted_by_qemu_with_each_preallocation() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     for preallocation in [Preallocation::Off, Preallocation::Metadata, Preallocation::Falloc] {
         let images = Images::none("disk.qcow2");
         let features = Features { extended_l2: true, ..Features::default() };
@@ -215,9 +207,7 @@ fn new_images_are_accepted_by_qemu_with_each_preallocation() {
 
 #[test]
 fn states_that_contradict_each_other_are_damage_of_their_cluster() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "extended_l2=on", &["write 0 4k", "write 128k 64k"]);
     let number = |bytes: &[u8], at: usize| {
         u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap()) as usize

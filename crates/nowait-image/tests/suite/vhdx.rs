@@ -15,9 +15,7 @@ const PARTS: [usize; 6] =
 
 #[test]
 fn every_kind_and_block_size_is_read_byte_for_byte() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     for (seed, (blocks, more)) in [(3000, 0), (517, 512)].into_iter().enumerate() {
         let disk = Disk::new(40 + seed as u64, blocks, more);
         for (index, options) in [
@@ -42,9 +40,7 @@ fn every_kind_and_block_size_is_read_byte_for_byte() {
 /// The entries of sector bitmaps are passed over: with blocks of 256 MiB there is one behind each 16.
 #[test]
 fn a_block_behind_the_entry_of_a_sector_bitmap_is_found() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     use nowait::BlockingFile;
     let disk = Disk::new(1, 1, 0);
     let create = ["create", "-q", "-f", "vhdx", "-o", "block_size=256M", "disk.vhdx", "9G"];
@@ -65,9 +61,7 @@ fn a_block_behind_the_entry_of_a_sector_bitmap_is_found() {
 
 #[test]
 fn an_image_that_is_to_be_written_or_has_a_log_is_refused() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let disk = Disk::new(1, 40, 0);
     disk.convert("vhdx", "", "disk.vhdx");
     let writable = ChainOptions { writable: true, ..ChainOptions::default() };
@@ -129,9 +123,7 @@ fn item(image: &[u8], guid: [u8; 8]) -> usize {
 
 #[test]
 fn a_parent_is_refused_and_sectors_of_4096_bytes_are_not() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let disk = Disk::new(1, 40, 0);
     disk.convert("vhdx", "", "disk.vhdx");
     let mut bytes = fs::read(disk.path("disk.vhdx")).unwrap();
@@ -153,9 +145,7 @@ fn a_parent_is_refused_and_sectors_of_4096_bytes_are_not() {
 
 #[test]
 fn each_damaged_field_is_refused_or_read_and_nothing_is_changed() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let disk = Disk::new(5, 300, 0);
     disk.convert("vhdx", "block_size=1M", "disk.vhdx");
     let whole = fs::read(disk.path("disk.vhdx")).unwrap();

@@ -27,9 +27,7 @@ fn our_map(disk: &Disk, name: &str) -> String {
 
 #[test]
 fn every_arrangement_is_read_byte_for_byte_and_has_the_map_of_qemu() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     for (seed, (blocks, more)) in [(3000, 0), (517, 512), (1, 0)].into_iter().enumerate() {
         let disk = Disk::new(seed as u64, blocks, more);
         for arrangement in ARRANGEMENTS {
@@ -44,9 +42,7 @@ fn every_arrangement_is_read_byte_for_byte_and_has_the_map_of_qemu() {
 
 #[test]
 fn an_image_of_several_extents_is_read_across_their_borders() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let mut disk = Disk::new(9, 1500, 0);
     // Three parts of the disk: sparse, zeros in no file, flat from a position inside a file on.
     let bytes = &disk.bytes;
@@ -71,9 +67,7 @@ fn an_image_of_several_extents_is_read_across_their_borders() {
 /// one at the end does.
 #[test]
 fn the_tables_of_a_stream_are_found_by_its_footer() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let disk = Disk::new(4, 700, 0);
     disk.convert("vmdk", "subformat=streamOptimized", "disk.vmdk");
     let whole = fs::read(disk.path("disk.vmdk")).unwrap();
@@ -94,9 +88,7 @@ fn the_tables_of_a_stream_are_found_by_its_footer() {
 
 #[test]
 fn an_image_is_only_read_and_only_with_its_name_guessed() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let disk = Disk::new(1, 40, 0);
     disk.convert("vmdk", "", "disk.vmdk");
     let writable = ChainOptions { writable: true, ..ChainOptions::default() };
@@ -145,9 +137,7 @@ fn a_descriptor_names_only_files_beside_it() {
 
 #[test]
 fn an_image_with_a_parent_is_refused() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let disk = Disk::new(1, 40, 0);
     disk.convert("vmdk", "", "base.vmdk");
     let create = ["create", "-q", "-f", "vmdk", "-F", "vmdk", "-b", "base.vmdk", "top.vmdk"];
@@ -158,9 +148,7 @@ fn an_image_with_a_parent_is_refused() {
 
 #[test]
 fn each_damaged_field_is_refused_or_read_and_nothing_is_changed() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let disk = Disk::new(5, 300, 0);
     for arrangement in ["monolithicSparse", "streamOptimized"] {
         disk.convert("vmdk", &format!("subformat={arrangement}"), "disk.vmdk");

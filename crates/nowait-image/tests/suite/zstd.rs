@@ -30,9 +30,7 @@ fn read_both_ways(images: &Images) -> [Result<Vec<u8>, String>; 2] {
 
 #[test]
 fn a_new_image_with_zstd_takes_compressed_clusters_from_qemu_and_has_their_bytes() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::none("disk.qcow2");
     let features = Features { compression: Some(Compression::Zstd), ..Features::default() };
     let options = CreateOptions { features, ..CreateOptions::new(Format::Qcow2, Some(8 << 20)) };
@@ -51,9 +49,7 @@ fn a_new_image_with_zstd_takes_compressed_clusters_from_qemu_and_has_their_bytes
 
 #[test]
 fn a_damaged_frame_is_an_error_of_its_cluster_and_the_image_stays_as_it_is() {
-    if !require_qemu() {
-        return;
-    }
+    nowait_testkit::needs!(require_qemu());
     let images = Images::qcow2("8M", "compression_type=zstd", &["write -c -P 7 0 64k"]);
     let mut bytes = fs::read(images.path()).unwrap();
     let at = bytes.windows(4).position(|bytes| bytes == ZSTD_MAGIC).unwrap();

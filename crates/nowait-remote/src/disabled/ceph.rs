@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use crate::disabled::disabled_kind::{DisabledKind, DisabledLocation, DisabledStorage};
+use crate::disabled::disabled_kind::{
+    DisabledKind, DisabledLocation, DisabledStorage, never_called,
+};
 use crate::rbd_options::RbdOptions;
 
 /// The kind of the images of Ceph clusters.
@@ -22,14 +24,16 @@ pub type RbdLocation = DisabledLocation<CephImages>;
 pub type RbdStorage = DisabledStorage<CephImages>;
 
 impl DisabledLocation<CephImages> {
-    /// Whether it is a snapshot.
-    #[must_use]
-    pub const fn is_snapshot(&self) -> bool {
-        match self.0 {}
+    never_called! {
+        is_snapshot(self: &Self) -> bool;
     }
 }
 
 impl DisabledStorage<CephImages> {
+    never_called! {
+        open(location: &RbdLocation, RbdOptions) -> Result<Self, String>;
+    }
+
     /// Loads no library.
     ///
     /// # Errors
@@ -40,12 +44,4 @@ impl DisabledStorage<CephImages> {
 
     /// Returns: no image is open.
     pub const fn wait_until_closed(_: Duration) {}
-
-    /// Opens no image.
-    ///
-    /// # Errors
-    /// Never: a location of this kind does not exist.
-    pub const fn open(location: &RbdLocation, _: RbdOptions) -> Result<Self, String> {
-        match location.0 {}
-    }
 }

@@ -10,6 +10,20 @@ use std::str::FromStr;
 
 use nowait::{Error, Flags, Storage, StorageProperties};
 
+/// Functions with a parameter that has no value, so that they are never called.
+macro_rules! never_called {
+    ($($name:ident($none:ident: $kind:ty $(, $of:ty)*) $(-> $answer:ty)?;)*) => {
+        $(
+            /// Never called: it is about something that this build has not.
+            #[allow(clippy::needless_arbitrary_self_type, reason = "any parameter may be the one")]
+            pub fn $name($none: $kind $(, _: $of)*) $(-> $answer)? {
+                match $none.0 {}
+            }
+        )*
+    };
+}
+pub(super) use never_called;
+
 /// A kind of storages.
 pub trait DisabledKind: Clone + fmt::Debug + PartialEq + Eq + Send + Sync {
     /// The beginnings of its locations.

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::credential_output::{CredentialOutput, RunCredentialProcess};
-use crate::disabled::disabled_kind::{DisabledKind, DisabledLocation, DisabledStorage};
+use crate::disabled::disabled_kind::{
+    DisabledKind, DisabledLocation, DisabledStorage, never_called,
+};
 use crate::store_counters::{MemoryCounts, StoreCounters};
 use crate::stored_object;
 
@@ -42,42 +44,18 @@ pub type ObjectUrl = DisabledLocation<Objects>;
 pub type ObjectStorage = DisabledStorage<Objects>;
 
 impl DisabledLocation<Objects> {
-    pub(crate) fn server(&self) -> String {
-        match self.0 {}
-    }
-
-    /// The store in words.
-    #[must_use]
-    pub const fn kind(&self) -> &'static str {
-        match self.0 {}
-    }
-
-    /// The TCP ports that requests may go to, and the files with credentials that are read again later.
-    #[must_use]
-    pub const fn needs(&self) -> (Vec<u16>, Vec<PathBuf>) {
-        match self.0 {}
+    never_called! {
+        server(self: &Self) -> String;
+        kind(self: &Self) -> &'static str;
+        needs(self: &Self) -> (Vec<u16>, Vec<PathBuf>);
     }
 }
 
 impl DisabledStorage<Objects> {
-    /// Opens no object.
-    ///
-    /// # Errors
-    /// Never: a location of this kind does not exist.
-    pub const fn open(url: &ObjectUrl, _: &ObjectOptions) -> Result<Self, String> {
-        match url.0 {}
-    }
-
-    /// The counters of requests to the store.
-    #[must_use]
-    pub const fn counters(&self) -> &Arc<StoreCounters> {
-        match self.0 {}
-    }
-
-    /// The name of the version of the object.
-    #[must_use]
-    pub const fn identity(&self) -> String {
-        match self.0 {}
+    never_called! {
+        open(url: &ObjectUrl, &ObjectOptions) -> Result<Self, String>;
+        counters(self: &Self) -> &Arc<StoreCounters>;
+        identity(self: &Self) -> String;
     }
 }
 
@@ -138,67 +116,16 @@ pub struct UploadOptions {
 pub struct ObjectUpload(Infallible);
 
 impl ObjectUpload {
-    /// Begins no upload.
-    ///
-    /// # Errors
-    /// Never: a location of an object does not exist.
-    pub const fn begin(url: &ObjectUrl, _: u64, _: UploadOptions) -> Result<Self, String> {
-        match url.0 {}
-    }
-
-    /// Bytes of each part but the last one.
-    #[must_use]
-    pub const fn part_bytes(&self) -> u64 {
-        match self.0 {}
-    }
-
-    /// The number of parts that are to be sent at a time.
-    #[must_use]
-    pub const fn parts_at_once(&self) -> usize {
-        match self.0 {}
-    }
-
-    /// Sends a part.
-    pub fn send(&self, _: usize, _: Vec<u8>) {
-        match self.0 {}
-    }
-
-    /// The name that the store has given it.
-    #[must_use]
-    pub const fn id(&self) -> &str {
-        match self.0 {}
-    }
-
-    /// Like [`ObjectUpload::next_sent`], and waits until there is one.
-    ///
-    /// # Errors
-    /// Never: an upload does not exist.
-    pub const fn wait_sent(&self) -> Result<usize, String> {
-        match self.0 {}
-    }
-
-    /// The next part that the store has.
-    ///
-    /// # Errors
-    /// Never: an upload does not exist.
-    pub const fn next_sent(&self) -> Result<Option<usize>, String> {
-        match self.0 {}
-    }
-
-    /// Makes the object visible.
-    ///
-    /// # Errors
-    /// Never: an upload does not exist.
-    pub const fn complete(self) -> Result<(), String> {
-        match self.0 {}
-    }
-
-    /// Has the store drop the parts that were sent.
-    ///
-    /// # Errors
-    /// Never: an upload does not exist.
-    pub const fn abort(self) -> Result<(), String> {
-        match self.0 {}
+    never_called! {
+        begin(url: &ObjectUrl, u64, UploadOptions) -> Result<Self, String>;
+        part_bytes(self: &Self) -> u64;
+        parts_at_once(self: &Self) -> usize;
+        send(self: &Self, usize, Vec<u8>);
+        id(self: &Self) -> &str;
+        wait_sent(self: &Self) -> Result<usize, String>;
+        next_sent(self: &Self) -> Result<Option<usize>, String>;
+        complete(self: Self) -> Result<(), String>;
+        abort(self: Self) -> Result<(), String>;
     }
 }
 
@@ -221,79 +148,16 @@ pub type Condition = stored_object::Condition<FoundVersion>;
 pub struct ObjectFolder(Infallible);
 
 impl ObjectFolder {
-    /// Opens no folder.
-    ///
-    /// # Errors
-    /// Never: a location of a folder does not exist.
-    pub const fn open(url: &ObjectUrl, _: Duration) -> Result<Self, String> {
-        match url.0 {}
-    }
-
-    /// The URL of an object.
-    #[must_use]
-    pub const fn url_of(&self, _: &str) -> ObjectUrl {
-        match self.0 {}
-    }
-
-    /// The names of its objects and their bytes.
-    ///
-    /// # Errors
-    /// Never: a folder does not exist.
-    pub const fn list(&self) -> Result<Vec<(String, u64)>, String> {
-        match self.0 {}
-    }
-
-    /// Reads an object.
-    ///
-    /// # Errors
-    /// Never: a folder does not exist.
-    pub const fn get(&self, _: &str, _: u64) -> Result<Option<StoredObject>, String> {
-        match self.0 {}
-    }
-
-    /// Puts an object.
-    ///
-    /// # Errors
-    /// Never: a folder does not exist.
-    pub const fn put(
-        &self,
-        _: &str,
-        _: &[u8],
-        _: &Condition,
-    ) -> Result<Option<FoundVersion>, String> {
-        match self.0 {}
-    }
-
-    /// Puts an object of many bytes.
-    ///
-    /// # Errors
-    /// Never: a folder does not exist.
-    pub const fn put_long(&self, _: &str, _: &[u8], _: bool) -> Result<(), String> {
-        match self.0 {}
-    }
-
-    /// Begins an upload.
-    ///
-    /// # Errors
-    /// Never: a folder does not exist.
-    pub const fn upload(&self, _: &str, _: u64) -> Result<ObjectUpload, String> {
-        match self.0 {}
-    }
-
-    /// Drops the parts of an upload.
-    ///
-    /// # Errors
-    /// Never: a folder does not exist.
-    pub const fn abort_upload(&self, _: &str, _: &str) -> Result<(), String> {
-        match self.0 {}
-    }
-
-    /// Deletes an object.
-    ///
-    /// # Errors
-    /// Never: a folder does not exist.
-    pub const fn remove(&self, _: &str) -> Result<(), String> {
-        match self.0 {}
+    never_called! {
+        open(url: &ObjectUrl, Duration) -> Result<Self, String>;
+        url_of(self: &Self, &str) -> ObjectUrl;
+        list(self: &Self) -> Result<Vec<(String, u64)>, String>;
+        get(self: &Self, &str, u64) -> Result<Option<StoredObject>, String>;
+        put(self: &Self, &str, &[u8], &Condition) -> Result<Option<FoundVersion>, String>;
+        put_long(self: &Self, &str, &[u8], bool) -> Result<(), String>;
+        upload(self: &Self, &str, u64) -> Result<ObjectUpload, String>;
+        abort_upload(self: &Self, &str, &str) -> Result<(), String>;
+        remove(self: &Self, &str) -> Result<(), String>;
     }
 }
 

@@ -22,6 +22,7 @@ use crate::nbd::session::Phase;
 use crate::net::socket::Socket;
 use crate::registered_export::RegisteredExport;
 use crate::threads::ThreadContext;
+use crate::threads::pause::PausedExport;
 
 /// Bytes of a fragment of a long write: the clients of a simulation write less than a real one.
 const SPLIT_BYTES: u64 = 8192;
@@ -63,10 +64,48 @@ impl<F: Frontend<SimQueue>> EventLoop<F, SimQueue> {
     }
 }
 
-/// An export that is being paused, as the engine of the thread knows it.
-pub(super) struct Draining {
+/// A thread of a server on simulated devices, whose iterations the caller runs one by one.
+pub trait SimThread {
+    /// Runs one iteration. With `waits`, and if nothing is pending, first lets time pass until
+    /// something completes.
+    ///
+    /// # Errors
+    /// The queue's error; a real thread would end with it.
+    fn run_once(&mut self, waits: bool) -> Result<(), Error>;
+
+    /// An operator changes the export of this thread.
+    fn change(&mut self, change: SimChange);
+
+    /// Requests that were taken from clients and are not answered yet.
+    fn in_flight(&self) -> usize;
+}
+
+/// Has a type with an event loop and its export as fields be a [`SimThread`].
+macro_rules! sim_thread {
+    ($kind:ty) => {
+        impl crate::event_loop::sim::SimThread for $kind {
+            fn run_once(&mut self, waits: bool) -> Result<(), Error> {
+                self.thread.simulate_once(waits)
+            }
+
+            fn change(&mut self, change: SimChange) {
+                self.thread.change(&self.export, change);
+            }
+
+            fn in_flight(&self) -> usize {
+                self.thread.context.engine.in_flight()
+            }
+        }
+    };
+}
+pub(super) use sim_thread;
+
+/// The pause of an export.
+pub(super) struct Pause {
     pub(super) name: String,
-    pub(super) device: DiskHandle,
+    pub(super) paused: PausedExport,
+    /// The device of the export, as the engine of the thread knows it.
+    pub(super) device: Option<DiskHandle>,
 }
 
 /// A thread of an NBD server on simulated devices.
@@ -74,8 +113,8 @@ pub struct Simulated {
     pub(super) thread: EventLoop<NbdFrontend, SimQueue>,
     /// The default export.
     export: Arc<RegisteredExport>,
-    /// Exports that are being paused.
-    pub(super) draining: Vec<Draining>,
+    /// Pauses of single exports.
+    pub(super) pauses: Vec<Pause>,
 }
 
 impl Simulated {
@@ -90,7 +129,7 @@ impl Simulated {
         config: Config,
     ) -> Result<Self, Error> {
         let parts = event_loop(disk, workers, queue, config, |context| context.frontends().nbd)?;
-        Ok(Self { thread: parts.0, export: parts.1, draining: Vec::new() })
+        Ok(Self { thread: parts.0, export: parts.1, pauses: Vec::new() })
     }
 
     /// Adds a connection of which `near` is the server's end. Returns its name, or `None` at the
@@ -155,27 +194,9 @@ impl Simulated {
         let used = export.and_then(|export| export.shared().begin_use().ok());
         Some(self.add(HandoffConnection { permit, used, ..parked.connection }))
     }
-
-    /// Runs one iteration. With `waits`, and if nothing is pending, first lets time pass until
-    /// something completes.
-    ///
-    /// # Errors
-    /// The queue's error; a real thread would end with it.
-    pub fn run_once(&mut self, waits: bool) -> Result<(), Error> {
-        self.thread.simulate_once(waits)
-    }
-
-    /// An operator changes the export of this thread.
-    pub fn change(&mut self, change: SimChange) {
-        self.thread.change(&self.export, change);
-    }
-
-    /// Requests that were taken from clients and are not answered yet.
-    #[must_use]
-    pub fn in_flight(&self) -> usize {
-        self.thread.context.engine.in_flight()
-    }
 }
+
+sim_thread!(Simulated);
 
 /// A connection between two threads.
 pub struct SimParked {

@@ -12,7 +12,7 @@ use nowait::{BlockDevice, BlockMap};
 
 use crate::any_export::AnyExport;
 use crate::event_loop::EventLoop;
-use crate::event_loop::sim::{Draining, Simulated};
+use crate::event_loop::sim::{Pause, Simulated};
 use crate::export::Export;
 use crate::export_error::ExportError;
 use crate::frontend::Frontend;
@@ -64,39 +64,35 @@ impl Simulated {
     /// Has the thread take no more requests of one export, and leave its connections.
     pub fn begin_pause_of(&mut self, name: &str) {
         let Some(export) = self.registered(name) else { return };
-        export.begin_pause();
         let attached = self.thread.context.exports.iter().find(|it| it.shared.id == export.id);
-        if let Some(served) = attached {
-            self.draining.push(Draining { name: name.to_owned(), device: served.device.clone() });
-        }
+        let device = attached.map(|served| served.device.clone());
+        let begun = self.thread.shared.begin_pause_of(export.id);
+        let pause = begun.map(|paused| Pause { name: name.to_owned(), paused, device });
+        self.pauses.extend(pause);
         self.thread.review_exports();
     }
 
     /// Whether the pause of the export has begun: the server says that none of its requests is in flight.
     #[must_use]
     pub fn has_paused_of(&self, name: &str) -> bool {
-        self.registered(name).is_none_or(|export| export.wait_unused(Duration::ZERO))
+        self.pauses_of(name).all(|pause| pause.paused.has_begun())
     }
 
     /// Requests that the engine has in flight of an export since [`Simulated::begin_pause_of`].
     #[must_use]
     pub fn draining(&self, name: &str) -> usize {
-        let all = self.draining.iter().filter(|draining| draining.name == name);
-        all.map(|draining| self.thread.context.engine.in_flight_of(&draining.device)).sum()
+        let devices = self.pauses_of(name).filter_map(|pause| pause.device.as_ref());
+        devices.map(|device| self.thread.context.engine.in_flight_of(device)).sum()
     }
 
-    /// Ends the pause of an export, which serves `disk` from now on if there is one.
-    pub fn resume_of(&mut self, name: &str, disk: Option<Arc<BlockDevice<dyn BlockMap>>>) {
-        self.draining.retain(|draining| draining.name != name);
-        let Some(export) = self.registered(name) else { return };
-        if let Some(disk) = disk {
-            export.replace(export_of(name, disk).export);
-        }
-        let waiting = export.end_pause();
+    fn pauses_of(&self, name: &str) -> impl Iterator<Item = &Pause> {
+        self.pauses.iter().filter(move |pause| pause.name == name)
+    }
+
+    /// Ends the pause of an export.
+    pub fn resume_of(&mut self, name: &str) {
+        self.pauses.retain(|pause| pause.name != name);
         self.thread.review_exports();
-        for connection in waiting.connections {
-            self.thread.shared.serve_client(&export, connection);
-        }
         let EventLoop { frontend, context, .. } = &mut self.thread;
         Frontend::<SimQueue>::on_wake(frontend, context);
     }

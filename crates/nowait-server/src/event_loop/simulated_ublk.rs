@@ -10,7 +10,7 @@ use nowait::sim::SimQueue;
 use nowait::{BlockDevice, BlockMap, Config, Error, Operation, WorkerPool};
 
 use crate::event_loop::EventLoop;
-use crate::event_loop::sim::event_loop;
+use crate::event_loop::sim::{SimThread, event_loop, sim_thread};
 use crate::event_loop::sim_change::SimChange;
 use crate::registered_export::RegisteredExport;
 use crate::ublk::sim_ublk::{SimUblkQueue, SimUblkRequest};
@@ -104,23 +104,6 @@ impl SimulatedUblk {
     pub fn die(&mut self, reach: usize) {
         self.queue.die(reach);
     }
-
-    /// Like [`crate::Simulated::run_once`].
-    ///
-    /// # Errors
-    /// Like [`crate::Simulated::run_once`].
-    pub fn run_once(&mut self, waits: bool) -> Result<(), Error> {
-        self.thread.simulate_once(waits)
-    }
-
-    /// Like [`crate::Simulated::change`].
-    pub fn change(&mut self, change: SimChange) {
-        self.thread.change(&self.export, change);
-    }
-
-    /// Like [`crate::Simulated::in_flight`].
-    #[must_use]
-    pub fn in_flight(&self) -> usize {
-        self.thread.context.engine.in_flight()
-    }
 }
+
+sim_thread!(SimulatedUblk);

@@ -9,7 +9,7 @@ use nowait::sim::SimQueue;
 use nowait::{BlockDevice, BlockMap, Config, Error, FD_TOKEN, Operation, WorkerPool};
 
 use crate::event_loop::EventLoop;
-use crate::event_loop::sim::event_loop;
+use crate::event_loop::sim::{SimThread, event_loop, sim_thread};
 use crate::event_loop::sim_change::SimChange;
 use crate::frontend::Frontend;
 use crate::registered_export::RegisteredExport;
@@ -98,23 +98,6 @@ impl SimulatedVhost {
     pub fn stopped_at(&self) -> Option<u16> {
         self.stopped_at
     }
-
-    /// Like [`crate::Simulated::run_once`].
-    ///
-    /// # Errors
-    /// Like [`crate::Simulated::run_once`].
-    pub fn run_once(&mut self, waits: bool) -> Result<(), Error> {
-        self.thread.simulate_once(waits)
-    }
-
-    /// Like [`crate::Simulated::change`].
-    pub fn change(&mut self, change: SimChange) {
-        self.thread.change(&self.export, change);
-    }
-
-    /// Like [`crate::Simulated::in_flight`].
-    #[must_use]
-    pub fn in_flight(&self) -> usize {
-        self.thread.context.engine.in_flight()
-    }
 }
+
+sim_thread!(SimulatedVhost);

@@ -75,6 +75,18 @@ impl Shared {
         exports: Vec<Arc<RegisteredExport>>,
         deadline: Instant,
     ) -> Result<PausedServer, ExportError> {
+        let paused = self.begin_pause(exports)?;
+        match paused.wait(deadline) {
+            true => Ok(paused),
+            false => Err(ExportError::DoesNotEnd),
+        }
+    }
+
+    /// Has `exports` take no more requests: they are paused when [`PausedServer::wait`] says so.
+    fn begin_pause(
+        self: &Arc<Self>,
+        exports: Vec<Arc<RegisteredExport>>,
+    ) -> Result<PausedServer, ExportError> {
         let mut paused =
             PausedServer { shared: self.clone(), exports: Vec::new(), hands_over: false };
         if self.is_stopping() {
@@ -93,22 +105,16 @@ impl Shared {
             paused.exports.push(export);
         }
         self.review_exports();
-        match self.wait_paused(&paused.exports, deadline) {
-            true => Ok(paused),
-            false => Err(ExportError::DoesNotEnd),
-        }
+        Ok(paused)
     }
 
-    /// Waits until nothing of `exports`, which leave what they have, is in flight any more. All were
-    /// told before the first one is waited for.
-    fn wait_paused(&self, exports: &[Arc<RegisteredExport>], deadline: Instant) -> bool {
-        let devices: Vec<_> = exports.iter().flat_map(|export| export.devices()).collect();
-        devices.iter().for_each(|device| device.begin_pause(&|| self.wake_threads()));
-        // Each is waited for, also after one that does not end: it may be resumed only then.
-        let ended = devices.iter().filter(|device| device.wait_paused(deadline)).count();
-        ended == devices.len()
-            && exports.iter().all(|export| export.wait_unused(time_until(deadline)))
-            && devices.iter().all(|device| device.give_back(deadline))
+    /// Begins to pause export `id` for a simulation, which runs its threads itself until the export is paused.
+    #[cfg(feature = "sim")]
+    pub(crate) fn begin_pause_of(
+        self: &Arc<Self>,
+        id: ExportId,
+    ) -> Result<PausedExport, ExportError> {
+        self.begin_pause(vec![self.registered(id)?]).map(PausedExport)
     }
 
     /// Serves what has waited for `export`.
@@ -158,6 +164,18 @@ fn time_until(deadline: Instant) -> Duration {
 }
 
 impl PausedServer {
+    /// Waits until nothing of its exports, which leave what they have, is in flight any more. All were
+    /// told before the first one is waited for.
+    fn wait(&self, deadline: Instant) -> bool {
+        let devices: Vec<_> = self.exports.iter().flat_map(|export| export.devices()).collect();
+        devices.iter().for_each(|device| device.begin_pause(&|| self.shared.wake_threads()));
+        // Each is waited for, also after one that does not end: it may be resumed only then.
+        let ended = devices.iter().filter(|device| device.wait_paused(deadline)).count();
+        ended == devices.len()
+            && self.exports.iter().all(|export| export.wait_unused(time_until(deadline)))
+            && devices.iter().all(|device| device.give_back(deadline))
+    }
+
     /// The connections that another process can serve, as far as they have chosen an export and are
     /// not encrypted, each with the number of its export.
     ///
@@ -235,6 +253,12 @@ impl PausedServer {
 }
 
 impl PausedExport {
+    /// Whether nothing of the export is in flight any more.
+    #[cfg(feature = "sim")]
+    pub(crate) fn has_begun(&self) -> bool {
+        self.0.wait(Instant::now())
+    }
+
     /// Serves `export` instead, as soon as this is dropped: to the same clients, by the same name, with
     /// the same limits and counts. Changes are refused if they were. Its vhost-user sockets are those
     /// that there are.

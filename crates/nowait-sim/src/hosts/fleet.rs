@@ -38,7 +38,6 @@ struct Fleet {
 }
 
 /// Runs the simulation of `parameters`.
-#[must_use]
 pub fn simulate(parameters: &Parameters) -> Outcome {
     let mut fleet = Fleet::new(parameters);
     for (host, &start) in (0..).zip(&fleet.starts) {

@@ -62,7 +62,6 @@ impl Outcome {
     ];
 
     /// The figures as texts.
-    #[must_use]
     pub fn row(&self) -> [String; 13] {
         let time = |time: Option<f64>| time.map_or("-".into(), |time| format!("{time:.1} s"));
         [
@@ -83,14 +82,12 @@ impl Outcome {
     }
 
     /// The part of the store's requests that it answered, a second.
-    #[must_use]
     pub fn answered_rate(&self) -> f64 {
         (self.store_requests - self.store_refused) as f64 / self.seconds.max(1e-9)
     }
 }
 
 /// Outcomes as a table, its columns side by side.
-#[must_use]
 pub fn table(outcomes: &[Outcome]) -> String {
     let titles = Outcome::TITLES.map(str::to_owned);
     let rows: Vec<_> = std::iter::once(titles).chain(outcomes.iter().map(Outcome::row)).collect();

@@ -49,7 +49,6 @@ impl Plan {
     ];
 
     /// The name of this plan.
-    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Download => "download",
@@ -63,7 +62,6 @@ impl Plan {
     }
 
     /// Whether there is a server for each rack.
-    #[must_use]
     pub const fn has_racks(self) -> bool {
         matches!(self, Self::RackCache | Self::RackPrefetch)
     }

@@ -76,9 +76,6 @@ impl LogOracle {
     }
 
     /// The append of a record has returned.
-    ///
-    /// # Errors
-    /// The contract does not allow it.
     pub(super) fn end(
         &mut self,
         number: u64,
@@ -136,9 +133,6 @@ impl LogOracle {
     }
 
     /// Checks the data that was read at `position`, or why it was not.
-    ///
-    /// # Errors
-    /// The contract does not allow it.
     pub(super) fn read(
         &mut self,
         (position, number): (u64, u64),
@@ -179,9 +173,6 @@ impl LogOracle {
 
     /// Checks all records that an iterator has given, in order, from `start` on; `is_new` if the log was opened
     /// just now, so that those that are not there will never be.
-    ///
-    /// # Errors
-    /// The contract does not allow it.
     pub(super) fn all(
         &mut self,
         start: u64,

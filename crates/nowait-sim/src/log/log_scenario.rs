@@ -55,7 +55,6 @@ pub enum LogAction {
 
 impl LogScenario {
     /// The scenario of `seed`.
-    #[must_use]
     pub fn of(seed: u64) -> Self {
         let mut random = Random::part(seed, u64::MAX);
         let mut often =
@@ -97,7 +96,6 @@ impl LogScenario {
     }
 
     /// Step number `n`, and random numbers for its further choices.
-    #[must_use]
     pub fn step(&self, n: u64) -> (LogAction, Random) {
         let mut random = Random::part(self.seed, n);
         let action = match random.next() & 0xffff {

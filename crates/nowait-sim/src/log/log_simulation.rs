@@ -60,7 +60,6 @@ pub struct LogSimulation {
 
 impl LogSimulation {
     /// The simulation of a scenario.
-    #[must_use]
     pub fn new(scenario: LogScenario) -> Self {
         let mut simulation = Self {
             directory: Arc::new(SimDirectory::new(&scenario)),
@@ -81,15 +80,11 @@ impl LogSimulation {
     }
 
     /// The counters so far; a thread's step counts as an operation.
-    #[must_use]
     pub fn counts(&self) -> Counts {
         Counts { requests: self.oracle.appends(), cuts: self.cuts, operations: self.steps }
     }
 
     /// Executes an action.
-    ///
-    /// # Errors
-    /// A violation of the contract.
     pub fn step(&mut self, action: LogAction, mut random: Random) -> Result<(), Violation> {
         let random = &mut random;
         match action {
@@ -274,9 +269,6 @@ impl LogSimulation {
     }
 
     /// Ends the run: all appends return, and all records are there after a kill and after a power cut.
-    ///
-    /// # Errors
-    /// A violation of the contract.
     pub fn end(&mut self) -> Result<(), Violation> {
         let random = &mut Random::part(self.scenario.seed, u64::MAX - 1);
         self.settle(random)?;

@@ -51,6 +51,8 @@ enum Cooling {
     Busy,
     /// Some may rest.
     Idle(Option<RestingRegions>),
+    /// These are closed next, before most of what was in flight when they began to rest has ended.
+    Due(RestingRegions),
 }
 
 /// A process that has the disk open.
@@ -251,7 +253,7 @@ impl BitmapsSimulation {
             BitmapsAction::Clear => self.clear(random)?,
             BitmapsAction::Remove => self.remove(random)?,
             BitmapsAction::Switch => self.switch(random)?,
-            BitmapsAction::Cool => self.cool()?,
+            BitmapsAction::Cool => self.cool(random.below(2) == 0)?,
         }
         let violations = [&self.disk, &self.file].map(|device| device.take_violations());
         violations.into_iter().flatten().next().map_or(Ok(()), |what| Err(Violation::new(what)))
@@ -292,24 +294,33 @@ impl BitmapsSimulation {
         Ok(())
     }
 
-    /// Has open regions rest, or closes those that do, while requests go on.
-    fn cool(&mut self) -> Result<(), Violation> {
+    /// Has open regions rest, or closes those that do, while requests go on; `soon` after each other, or at the next call.
+    fn cool(&mut self, soon: bool) -> Result<(), Violation> {
         let Some(Running { image, engine, cooling, .. }) = &self.running else { return Ok(()) };
         let Some(store) = image.store().cloned() else { return Ok(()) };
         let before = std::mem::replace(&mut *cooling.borrow_mut(), Cooling::Busy);
-        let Cooling::Idle(resting) = before else { return Ok(()) };
+        let resting = match before {
+            Cooling::Busy => return Ok(()),
+            Cooling::Idle(resting) => resting,
+            Cooling::Due(resting) => Some(resting),
+        };
         let in_flight = engine.changes_in_flight(engine.device());
         let cooling = cooling.clone();
         let job = move || {
-            let resting = match resting {
-                None => store.rest(),
+            let then = match resting {
+                None => {
+                    let resting = store.rest();
+                    // Those that have begun to rest just now.
+                    let due = if soon { store.rest() } else { None };
+                    due.map_or(Cooling::Idle(resting), Cooling::Due)
+                }
                 Some(resting) => {
                     // After an error the bits are more than those of the changes.
                     let _ = store.cool(resting, &in_flight);
-                    None
+                    Cooling::Idle(None)
                 }
             };
-            *cooling.borrow_mut() = Cooling::Idle(resting);
+            *cooling.borrow_mut() = then;
         };
         self.threads.start(job).map_err(wrong)
     }
@@ -325,7 +336,9 @@ impl BitmapsSimulation {
         if choices == 0 {
             return Ok(());
         }
-        self.threads.run(random.below(choices) as usize, &self.workers).map_err(wrong)
+        self.threads.run(random.below(choices) as usize, &self.workers).map_err(wrong)?;
+        let is_due = |it: &Running| matches!(*it.cooling.borrow(), Cooling::Due(_));
+        if self.running.as_ref().is_some_and(is_due) { self.cool(false) } else { Ok(()) }
     }
 
     /// Runs until nothing is in flight.

@@ -115,9 +115,6 @@ impl RemoteOracle {
     }
 
     /// Checks the end of a request. Returns whether it says that the server has answered.
-    ///
-    /// # Errors
-    /// The contract does not allow it.
     pub(super) fn end(&mut self, end: SimNbdEnd, outlook: Outlook) -> Result<bool, Violation> {
         let Some(at) = self.flights.iter().position(|flight| flight.tag == end.tag) else {
             return Err(Violation::new(format!("C41: request {} ends again", end.tag)));

@@ -115,7 +115,6 @@ pub enum RemoteAction {
 
 impl RemoteScenario {
     /// The scenario of `seed`.
-    #[must_use]
     pub fn of(seed: u64) -> Self {
         let mut random = Random::part(seed, u64::MAX);
         let whole = random.below(3) > 0;
@@ -178,14 +177,12 @@ impl RemoteScenario {
     }
 
     /// The longest time in microseconds that the server takes for a request.
-    #[must_use]
     pub const fn latency(&self) -> u64 {
         self.latency
     }
 
     /// Whether many requests for the same bytes are in flight when connections are lost, and some time
     /// passes between losses.
-    #[must_use]
     pub fn is_crowded(&self) -> bool {
         let has_cache = self.export.flags & nbd::FLAG_SEND_FLUSH != 0;
         let losses = (100..600).contains(&(self.losses + self.deaths));
@@ -193,7 +190,6 @@ impl RemoteScenario {
     }
 
     /// Step number `n`, and random numbers for its further choices.
-    #[must_use]
     pub fn step(&self, n: u64) -> (RemoteAction, Random) {
         let mut random = Random::part(self.seed, n);
         let drawn = random.next() & 0xffff;

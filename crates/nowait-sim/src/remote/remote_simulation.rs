@@ -44,7 +44,6 @@ pub struct RemoteSimulation {
 
 impl RemoteSimulation {
     /// A new simulation of `scenario`.
-    #[must_use]
     pub fn new(scenario: RemoteScenario) -> Self {
         let RemoteScenario { export, reconnect, limits, .. } = scenario;
         Self {
@@ -62,16 +61,12 @@ impl RemoteSimulation {
     }
 
     /// The counters so far; the deaths of the server count as power cuts.
-    #[must_use]
     pub fn counts(&self) -> Counts {
         let (requests, operations) = (self.oracle.requests(), self.server.served());
         Counts { requests, cuts: self.deaths, operations }
     }
 
     /// Executes an action.
-    ///
-    /// # Errors
-    /// A violation of the contract.
     pub fn step(&mut self, action: RemoteAction, mut random: Random) -> Result<(), Violation> {
         let random = &mut random;
         match action {
@@ -265,9 +260,6 @@ impl RemoteSimulation {
     }
 
     /// Ends the run: all requests end, all content is read, and what was flushed survives.
-    ///
-    /// # Errors
-    /// A violation of the contract.
     pub fn end(&mut self) -> Result<(), Violation> {
         let random = &mut Random::part(self.scenario.seed, u64::MAX - 1);
         self.settle(random)?;

@@ -1,5 +1,10 @@
 //! Pauses and removals of the exports of a server, and other sizes of their disks.
 //!
+//! The steps are those of `nowait_daemon::disks::image_exchange`, and call the functions of `nowait_image` and the server
+//! that it calls. Its own code needs what a simulation has not: images are opened by paths, and keep the locks of files
+//! from one opening to the next; a pause waits on the thread of the request, while the server's threads run on others; and
+//! an upgrade sends descriptors of sockets to another process.
+//!
 //! Invariant: the clients of an export that is paused find every byte and every answer after it.
 
 use nowait::sim::{Faults, Random};

@@ -43,7 +43,6 @@ impl<'a> Request<'a> {
     }
 
     /// The request with these flags, too.
-    #[must_use]
     pub fn with(self, flags: u16) -> Self {
         Self { flags: self.flags | flags, ..self }
     }

@@ -14,6 +14,7 @@ mod group_buffer;
 mod segments;
 mod recovery;
 mod log_writer;
+mod group_end;
 mod append_queue;
 pub(crate) mod log_records;
 

@@ -2,7 +2,8 @@
 //! or on a thread pool.
 //!
 //! Invariant: at depth 1 no other thread is involved. With more transfers in flight, or with
-//! watched descriptors besides the engine's own, this thread makes no call that waits for a device.
+//! watched descriptors besides the engine's own, this thread makes no call that waits for a device. A device whose transfers
+//! do not end takes neither all of AIO nor all threads of the pool: it has half of what is left, and three quarters.
 #![allow(unsafe_code)]
 
 use std::cell::OnceCell;
@@ -27,21 +28,32 @@ const POOL_THREADS: u32 = 16;
 /// Watched descriptors that signal completions: the pool's, and that of the engine's workers.
 const INTERNAL_FDS: usize = 2;
 /// The greatest number of transfers in AIO; the pool runs those beyond it.
-const AIO_TRANSFERS: u32 = 128;
+const AIO_TRANSFERS: u32 = 1024;
 
 struct QueuedTransfer(Transfer, u32);
 
-/// A transfer in the pool, with its file; `None`: the file is not attached.
-struct PoolTransfer(Transfer, u32, Option<Arc<OwnedFd>>);
+/// A transfer in the pool.
+struct PoolTransfer {
+    transfer: Transfer,
+    token: u32,
+    /// The number of its device.
+    device: u32,
+    /// `None`: the file is not attached.
+    file: Option<Arc<OwnedFd>>,
+}
 
 // SAFETY: the caller of `push` promised that the memory stays valid and is not accessed otherwise
 // until the token's completion was drained; the call may run on any thread.
 unsafe impl Send for PoolTransfer {}
 
 impl WorkItem for PoolTransfer {
-    /// Each transfer is a client of its own, so they start in the order of their push.
+    fn device(&self) -> u64 {
+        u64::from(self.device)
+    }
+
+    /// Each transfer is a client of its own, so those of a device start in the order of their push.
     fn client(&self) -> u64 {
-        u64::from(self.1)
+        u64::from(self.token)
     }
 }
 
@@ -50,6 +62,36 @@ struct AttachedFile {
     file: Arc<OwnedFd>,
     /// It uses the page cache, so a call for cached data never waits for a device.
     cached: bool,
+    /// The number of its device: that of its first file.
+    device: u32,
+}
+
+/// How many transfers are in AIO.
+struct InAio {
+    all: usize,
+    room: usize,
+    /// By the number of their device.
+    of_devices: Vec<usize>,
+}
+
+impl InAio {
+    /// Counts a transfer of `device`, if that may have one more: half as many as there is room for.
+    fn begin(&mut self, device: u32) -> bool {
+        let device = device as usize;
+        if self.of_devices.len() <= device {
+            self.of_devices.resize(device + 1, 0);
+        }
+        let is_admitted = self.of_devices[device] < (self.room - self.all).div_ceil(2);
+        self.of_devices[device] += usize::from(is_admitted);
+        self.all += usize::from(is_admitted);
+        is_admitted
+    }
+
+    /// A transfer of `device` has ended, or was not taken.
+    fn end(&mut self, device: u32) {
+        self.of_devices[device as usize] -= 1;
+        self.all -= 1;
+    }
 }
 
 /// A queue on preadv2(2) and pwritev2(2).
@@ -63,8 +105,9 @@ pub struct AioThreadQueue {
     watched: Epoll,
     /// Set up on first use; `None` inside means that there is no AIO.
     aio: OnceCell<Option<Aio>>,
-    /// Transfers in AIO.
-    in_aio: usize,
+    in_aio: InAio,
+    /// The number of the device of each transfer, by the slot of its token.
+    devices: Vec<u32>,
     files: NumberedFiles<AttachedFile>,
 }
 
@@ -78,13 +121,13 @@ impl AioThreadQueue {
         let mut watched = Epoll::new()?;
         watched.watch(completions.fd(), THREADS_EVENT, Interest::Readable)?;
         let pool_completions = completions.clone();
-        let run = move |PoolTransfer(transfer, token, file)| {
+        let run = move |PoolTransfer { transfer, token, file, .. }| {
             // SAFETY: see `PoolTransfer`.
             let outcome = unsafe { call(file.as_deref(), &transfer) };
             pool_completions.push(token, i64::from(outcome));
         };
-        let pool =
-            ThreadPool::new(POOL_THREADS, move |jobs: &mut Vec<_>| jobs.drain(..).for_each(&run));
+        let run = move |jobs: &mut Vec<_>| jobs.drain(..).for_each(&run);
+        let pool = ThreadPool::of_devices(POOL_THREADS, run);
         Ok(Self {
             pushed: Vec::with_capacity(64),
             ended: Vec::with_capacity(64),
@@ -93,7 +136,8 @@ impl AioThreadQueue {
             completions,
             watched,
             aio: OnceCell::new(),
-            in_aio: 0,
+            in_aio: InAio { all: 0, room: 0, of_devices: Vec::new() },
+            devices: Vec::new(),
             files: NumberedFiles::new(),
         })
     }
@@ -110,7 +154,7 @@ impl AioThreadQueue {
         let Self { pushed, ended, files, .. } = self;
         pushed.retain(|QueuedTransfer(transfer, token)| {
             let attached = files.get(transfer.file);
-            let Some(AttachedFile { file, cached: true }) = attached else { return true };
+            let Some(AttachedFile { file, cached: true, .. }) = attached else { return true };
             if transfer.rw_flags & libc::RWF_NOWAIT == 0 {
                 return true;
             }
@@ -122,7 +166,7 @@ impl AioThreadQueue {
     }
 
     /// Submits the pushed transfers, none of a cached file with `RWF_NOWAIT`, to AIO as far as it has
-    /// room, provided that all of them have `RWF_NOWAIT`.
+    /// room for their devices, provided that all of them have `RWF_NOWAIT`.
     fn submit_aio(&mut self) {
         let waits = |QueuedTransfer(transfer, _): &QueuedTransfer| {
             transfer.rw_flags & libc::RWF_NOWAIT == 0
@@ -130,28 +174,39 @@ impl AioThreadQueue {
         if self.pushed.iter().any(waits) {
             return;
         }
-        let watched = &mut self.watched;
-        self.aio.get_or_init(|| {
-            let aio = Aio::new(AIO_TRANSFERS)?;
+        let Self { watched, aio, in_aio, devices, files, pushed, .. } = self;
+        aio.get_or_init(|| {
+            // All processes of the system share `fs.aio-max-nr`, which may have no room for the whole.
+            let rooms = [AIO_TRANSFERS, AIO_TRANSFERS / 8];
+            let (aio, room) = rooms.iter().find_map(|room| Some((Aio::new(*room)?, *room)))?;
+            in_aio.room = room as usize;
             watched.watch(aio.fd(), AIO_EVENT, Interest::Readable).ok()?;
             Some(aio)
         });
-        let Some(Some(aio)) = self.aio.get_mut() else { return };
-        for QueuedTransfer(transfer, token) in &self.pushed {
-            // A transfer to an unknown file goes to the pool, with all transfers behind it.
-            let Some(AttachedFile { file, .. }) = self.files.get(transfer.file) else { break };
-            aio.push(file.as_fd(), transfer, *token);
+        let Some(Some(aio)) = aio.get_mut() else { return };
+        let mut added = 0;
+        for n in 0..pushed.len() {
+            let QueuedTransfer(transfer, token) = &pushed[n];
+            // A transfer to an unknown file goes to the pool.
+            let Some(AttachedFile { file, .. }) = files.get(transfer.file) else { continue };
+            if in_aio.begin(devices[*token as usize]) {
+                aio.push(file.as_fd(), transfer, *token);
+                // Both parts keep their order.
+                pushed[added..=n].rotate_right(1);
+                added += 1;
+            }
         }
         // SAFETY: as promised by the caller of `push`.
         let taken = unsafe { aio.submit() };
-        self.in_aio += taken;
-        self.pushed.drain(..taken);
+        let refused = &pushed[taken..added];
+        refused.iter().for_each(|QueuedTransfer(_, token)| in_aio.end(devices[*token as usize]));
+        pushed.drain(..taken);
     }
 
     /// Whether there is a completion that can be drained without a system call.
     fn has_ended(&self) -> bool {
         let by_aio =
-            matches!(self.aio.get(), Some(Some(aio)) if self.in_aio > 0 && aio.has_ended());
+            matches!(self.aio.get(), Some(Some(aio)) if self.in_aio.all > 0 && aio.has_ended());
         by_aio || !self.ended.is_empty()
     }
 
@@ -182,12 +237,14 @@ unsafe impl IoQueue for AioThreadQueue {
             let (file, cached) = file.descriptor()?;
             let file = file.try_clone_to_owned();
             let file = file.map_err(|error| Error::from_io(&error, Operation::SetUp))?;
-            Ok(AttachedFile { file: Arc::new(file), cached })
+            Ok((Arc::new(file), cached))
         });
         let attached: Vec<_> = attached.collect::<Result<_, Error>>()?;
-        let first = self.files.find_free(attached.len());
-        (first..).zip(attached).for_each(|(number, file)| self.files.put(number, file));
-        Ok(first)
+        let device = self.files.find_free(attached.len());
+        (device..).zip(attached).for_each(|(number, (file, cached))| {
+            self.files.put(number, AttachedFile { file, cached, device });
+        });
+        Ok(device)
     }
 
     fn detach(&mut self, first: u32, count: u32) {
@@ -196,6 +253,12 @@ unsafe impl IoQueue for AioThreadQueue {
 
     // SAFETY: the caller promises what `QueuedTransfer` needs.
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
+        let slot = token as usize;
+        if self.devices.len() <= slot {
+            self.devices.resize(slot + 1, 0);
+        }
+        let file = self.files.get(transfer.file);
+        self.devices[slot] = file.map_or(transfer.file, |file| file.device);
         self.pushed.push(QueuedTransfer(*transfer, token as u32));
         Ok(())
     }
@@ -205,9 +268,10 @@ unsafe impl IoQueue for AioThreadQueue {
     fn cancel(&mut self, token: Token) {
         let slot = token::slot_of(token);
         let pushed = self.pushed.iter().position(|QueuedTransfer(_, number)| *number == slot);
+        let device = self.devices.get(slot as usize).copied().unwrap_or_default();
         if let Some(n) = pushed {
             self.pushed.remove(n);
-        } else if self.pool.remove(0, u64::from(slot), |_| true).is_some() {
+        } else if self.pool.remove(device.into(), slot.into(), |_| true).is_some() {
             self.in_pool -= 1;
         } else {
             return;
@@ -218,7 +282,7 @@ unsafe impl IoQueue for AioThreadQueue {
     fn submit(&mut self) -> Result<(), Error> {
         self.make_cached();
         // A device may take any time: the call must not delay other clients of this thread.
-        let is_alone = self.in_pool + self.in_aio == 0
+        let is_alone = self.in_pool + self.in_aio.all == 0
             && self.pushed.len() == 1
             && !self.has_external_watches()
             && !self.is_cached(&self.pushed[0].0);
@@ -235,13 +299,13 @@ unsafe impl IoQueue for AioThreadQueue {
             // The pool's threads may wait, so RWF_NOWAIT is removed unless the request asked for
             // it.
             self.in_pool += self.pushed.len();
-            let files = &self.files;
-            self.pool.push(self.pushed.drain(..).map(|QueuedTransfer(mut transfer, token)| {
+            let Self { files, devices, pool, pushed, .. } = self;
+            pool.push(pushed.drain(..).map(|QueuedTransfer(mut transfer, token)| {
                 if !transfer.must_not_wait {
                     transfer.rw_flags &= !libc::RWF_NOWAIT;
                 }
                 let file = files.get(transfer.file).map(|attached| attached.file.clone());
-                PoolTransfer(transfer, token, file)
+                PoolTransfer { transfer, token, device: devices[token as usize], file }
             }));
         }
         Ok(())
@@ -250,11 +314,13 @@ unsafe impl IoQueue for AioThreadQueue {
     fn drain_completions(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
         let mut count = self.ended.len();
         if let Some(Some(aio)) = self.aio.get_mut()
-            && self.in_aio > 0
+            && self.in_aio.all > 0
         {
-            let ended = aio.drain(&mut sink);
-            self.in_aio -= ended;
-            count += ended;
+            let (in_aio, devices) = (&mut self.in_aio, &self.devices);
+            count += aio.drain(|token, outcome| {
+                in_aio.end(devices[token::slot_of(token) as usize]);
+                sink(token, outcome);
+            });
         }
         if count == 0 && !self.watched.is_ready() {
             // A caller that only polls gets events of watched descriptors, too. `wait` returns
@@ -328,7 +394,7 @@ mod tests {
             // SAFETY: the memory outlives the completion.
             unsafe { queue.push(&read, 5) }.unwrap();
             queue.submit().unwrap();
-            let in_flight = (queue.in_pool, queue.in_aio);
+            let in_flight = (queue.in_pool, queue.in_aio.all);
             let mut ended = Vec::new();
             while ended.is_empty() {
                 queue.wait(Some(Duration::from_secs(60))).unwrap();
@@ -339,8 +405,53 @@ mod tests {
                 nowait_testkit::skip("no AIO");
                 continue;
             }
-            assert_eq!((in_flight, queue.in_pool, queue.in_aio), (wanted, 0, 0));
+            assert_eq!((in_flight, queue.in_pool, queue.in_aio.all), (wanted, 0, 0));
         }
+    }
+
+    /// Reads of a pipe, which never end, have half of what is left of AIO, and three quarters of the pool.
+    #[test]
+    fn a_device_whose_transfers_never_end_leaves_aio_and_threads_to_others() {
+        const HANG: u32 = 64;
+        let (reader, mut writer) = std::io::pipe().unwrap();
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&[7; 4096]).unwrap();
+        let mut queue = AioThreadQueue::new(HANG + 1).unwrap();
+        for file in [reader.as_fd(), file.as_fd()] {
+            queue.attach(&[QueueFile::Descriptor { file, cached: false }]).unwrap();
+        }
+        let mut memory = [0u8; HANG as usize + 1];
+        let base = memory.as_mut_ptr();
+        let push = |queue: &mut AioThreadQueue, token: u32, file, pos| {
+            let base = base.wrapping_add(token as usize);
+            let read = Transfer { base, len: 1, pos, file, ..Transfer::NONE };
+            // SAFETY: the memory outlives the completions.
+            unsafe { queue.push(&read, Token::from(token)) }.unwrap();
+        };
+        // At this position preadv2(2) reads as read(2) does.
+        (0..HANG).for_each(|token| push(&mut queue, token, 0, u64::MAX));
+        queue.submit().unwrap();
+        push(&mut queue, HANG, 1, 0);
+        queue.submit().unwrap();
+        let mut done = Vec::new();
+        queue.wait(Some(Duration::from_secs(60))).unwrap();
+        queue.drain_completions(|token, outcome| done.push((token, outcome)));
+        assert_eq!(done, [(Token::from(HANG), 1)]);
+        writer.write_all(&[7; HANG as usize]).unwrap();
+        while done.len() <= HANG as usize {
+            queue.wait(Some(Duration::from_secs(60))).unwrap();
+            queue.drain_completions(|token, outcome| done.push((token, outcome)));
+        }
+        assert_eq!((memory, queue.in_pool), ([7; HANG as usize + 1], 0));
+    }
+
+    #[test]
+    fn a_device_has_half_of_what_is_left_of_aio() {
+        let mut in_aio = InAio { all: 0, room: 100, of_devices: Vec::new() };
+        let mut begin = |device| (0..100).filter(|_| in_aio.begin(device)).count();
+        assert_eq!([3, 0, 3, 1].map(&mut begin), [34, 22, 0, 15]);
+        (0..34).for_each(|_| in_aio.end(3));
+        assert_eq!((in_aio.all, in_aio.begin(3)), (37, true));
     }
 
     /// All threads of the pool wait for an empty pipe: what is behind them ends when it is cancelled, and nothing else.

@@ -100,12 +100,12 @@ impl FileStorage {
             return Err(Error::new(libc::ENOMEDIUM, Operation::Open));
         }
         let read_only = options.read_only;
-        let waits_in_queue = is_on_fuse(direct.as_fd());
+        let nowait = !is_on_fuse(direct.as_fd()) && probe_nowait(direct.as_fd(), align);
         let properties = StorageProperties {
             align,
             read_only,
-            nowait: !waits_in_queue && probe_nowait(direct.as_fd(), align),
-            waits_in_queue,
+            nowait,
+            waits_in_queue: !nowait,
             punch_hole: !read_only && (device || punches(&buffered, size)),
             device,
             zeroing_block: if device { logical_block(&buffered) } else { 1 },
@@ -141,7 +141,7 @@ impl FileStorage {
     }
 
     /// A file or block device that was opened elsewhere, without `O_DIRECT`. Nothing is probed: by
-    /// its properties it supports neither `RWF_NOWAIT` nor holes.
+    /// its properties it supports neither `RWF_NOWAIT`, so that all of its requests go to workers, nor holes.
     ///
     /// # Errors
     /// `EISDIR` and `ENOTBLK` as [`FileStorage::open`]; the errno of fstat(2) or fcntl(2).
@@ -154,7 +154,7 @@ impl FileStorage {
             align: Alignment::NONE,
             read_only: access == OFlags::RDONLY,
             nowait: false,
-            waits_in_queue: is_on_fuse(buffered.as_fd()),
+            waits_in_queue: true,
             punch_hole: false,
             device,
             zeroing_block: if device { logical_block(&buffered) } else { 1 },

@@ -210,8 +210,9 @@ pub struct StorageProperties {
     pub read_only: bool,
     /// Whether transfers with `RWF_NOWAIT` are supported.
     pub nowait: bool,
-    /// Whether a transfer may keep the thread that submits it to a queue waiting, whatever its flags: each request goes
-    /// to a worker then.
+    /// Whether a transfer may keep the thread that submits it to a queue waiting, or one of the threads that the queue has for
+    /// all storages: each request goes to a worker then. So it is for a file that the kernel reads and writes without
+    /// `RWF_NOWAIT`.
     pub waits_in_queue: bool,
     /// Whether storage can be deallocated, and zeros made without writing them.
     pub punch_hole: bool,

@@ -38,7 +38,7 @@ impl SimStorage {
             align: if options.direct == Direct::Off { Alignment::NONE } else { like.align },
             read_only: options.read_only,
             nowait: like.nowait,
-            waits_in_queue: false,
+            waits_in_queue: !like.nowait,
             punch_hole: !options.read_only && like.punches,
             device: false,
             zeroing_block: 1,

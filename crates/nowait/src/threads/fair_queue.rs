@@ -55,8 +55,8 @@ impl<J: WorkItem> FairQueue<J> {
         self.devices.ready()
     }
 
-    /// Queues `job`. False if it may run together with the one before it.
-    pub(crate) fn push(&mut self, job: J) -> bool {
+    /// Queues `job`.
+    pub(crate) fn push(&mut self, job: J) {
         let index = self.devices.device(job.device(), job.weight());
         let (device, id, spare) = (&mut self.devices[index], job.client(), &mut self.spare);
         let client = self.clients.entry((index, id)).or_insert_with(|| ClientQueue {
@@ -64,13 +64,10 @@ impl<J: WorkItem> FairQueue<J> {
             running: 0,
             listed: false,
         });
-        let last = client.items.back();
-        let begins = last.is_none_or(|last| !J::joins(std::slice::from_ref(last), &job));
         client.items.push_back(job);
         device.queued += 1;
         list(client, id, self.client_limit, &mut device.clients);
         self.devices.update(index);
-        begins
     }
 
     /// Takes the first job of the client whose turn it is, and those that join it, into `run`,

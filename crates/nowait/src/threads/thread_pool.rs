@@ -50,6 +50,8 @@ enum Place {
 struct PoolState<J> {
     queue: FairQueue<J>,
     idle: usize,
+    /// An idle thread was woken, and has not yet run.
+    waking: bool,
     /// Threads that have not begun to end.
     alive: usize,
     /// Threads in [`Place::Stuck`].
@@ -68,6 +70,17 @@ struct PoolState<J> {
     /// The system starts no thread.
     #[cfg(test)]
     refuse: bool,
+}
+
+impl<J: WorkItem> PoolState<J> {
+    /// Whether the caller has to wake an idle thread: a job may be taken, and no thread is being woken. Each thread wakes the next
+    /// one before it runs its job. So jobs that wait have a thread each, one after the other, and those that do not wait are run by
+    /// as many threads as there are free processors; all that are idle would compete with the threads that push.
+    fn wakes_next(&mut self) -> bool {
+        let wakes = self.queue.ready() > 0 && self.idle > 0 && !self.waking;
+        self.waking |= wakes;
+        wakes
+    }
 }
 
 impl<J> PoolState<J> {
@@ -162,10 +175,9 @@ impl<J: WorkItem> Shared<J> {
             if let Some(client) = jobs.queue.pop(&mut run) {
                 jobs.places[place] = Place::Running { since: jobs.tick };
                 self.ensure_watched(&mut jobs);
-                let more = run.len() > 1 && jobs.idle > 0 && jobs.queue.ready() > 0;
+                let wakes = jobs.wakes_next();
                 drop(jobs);
-                // `push` has counted all that is behind a job that joins as one.
-                if more {
+                if wakes {
                     self.ready.notify_one();
                 }
                 // A job that panics has to answer its own request.
@@ -186,6 +198,7 @@ impl<J: WorkItem> Shared<J> {
                 let timeout;
                 (jobs, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
                 jobs.idle -= 1;
+                jobs.waking = false;
                 if timeout.timed_out() && jobs.queue.ready() == 0 {
                     return self.end_worker(&mut jobs, place);
                 }
@@ -202,11 +215,13 @@ impl<J: WorkItem> Shared<J> {
         }
     }
 
-    /// Has a thread look at the jobs that may be taken, if there are any: idle threads, new ones, or
+    /// Has a thread look at the jobs that may be taken, if there are any: an idle thread, new ones, or
     /// the watcher.
     fn wake_for_ready(self: &Arc<Self>, jobs: &mut PoolState<J>) {
         if jobs.queue.ready() > 0 {
-            self.ready.notify_all();
+            if jobs.wakes_next() {
+                self.ready.notify_one();
+            }
             self.start_missing(jobs);
             self.ensure_watched(jobs);
         }
@@ -238,12 +253,6 @@ pub(crate) struct ThreadPool<J: WorkItem> {
 }
 
 impl<J: WorkItem> ThreadPool<J> {
-    /// A pool of at most `limit` threads for one device, which may use all of them; 1 to 1024, and
-    /// what is outside is taken as the nearer bound.
-    pub(crate) fn new(limit: u32, run: impl Fn(&mut Vec<J>) + Send + Sync + 'static) -> Self {
-        Self::with(Bounds::of_one_device(limit), run)
-    }
-
     /// A pool of at most `limit` threads for many devices; 1 to 1024, and what is outside is taken
     /// as the nearer bound. Three quarters of them run jobs of one device. Threads whose jobs have
     /// run for more than [`STUCK`] while others waited do not count, but at most [`MAX_STUCK`] of
@@ -260,6 +269,7 @@ impl<J: WorkItem> ThreadPool<J> {
         let jobs = Mutex::new(PoolState {
             queue,
             idle: 0,
+            waking: false,
             alive: 0,
             stuck: 0,
             places: Vec::new(),
@@ -286,10 +296,8 @@ impl<J: WorkItem> ThreadPool<J> {
         if let Some(by_hand) = &mut state.manual {
             return by_hand.extend(jobs);
         }
-        let mut runs = 0;
         for job in jobs {
-            let begins = state.queue.push(job);
-            runs += usize::from(begins);
+            state.queue.push(job);
         }
         shared.start_missing(&mut state);
         if state.alive == 0 {
@@ -299,12 +307,10 @@ impl<J: WorkItem> ThreadPool<J> {
             return;
         }
         shared.ensure_watched(&mut state);
-        let idle = state.idle;
+        let wakes = state.wakes_next();
         drop(state);
-        if runs < idle {
-            (0..runs).for_each(|_| shared.ready.notify_one());
-        } else {
-            shared.ready.notify_all();
+        if wakes {
+            shared.ready.notify_one();
         }
     }
 
@@ -332,7 +338,7 @@ impl<J> Shared<J> {
 impl<J: WorkItem> ThreadPool<J> {
     /// A pool without threads, whose jobs wait for [`ThreadPool::take`].
     pub(crate) fn manual(run: impl Fn(&mut Vec<J>) + Send + Sync + 'static) -> Self {
-        let pool = Self::new(1, run);
+        let pool = Self::of_devices(1, run);
         pool.shared.lock().manual = Some(VecDeque::new());
         pool
     }

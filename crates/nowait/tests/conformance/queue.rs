@@ -9,10 +9,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::time::Duration;
 
-use nowait::{
-    Error, EventSource, FD_TOKEN, IoQueue, IoSegment, Outcome, QueueFile, QueueFull, Token,
-    Transfer,
-};
+use nowait::{Error, FD_TOKEN, IoQueue, IoSegment, Outcome, QueueFull, Token, Transfer};
 use nowait_testkit::engines::TestQueue;
 
 /// Changes an outcome before the engine sees it.
@@ -100,13 +97,7 @@ impl Scripted {
 // SAFETY: tokens are reported as the inner queue reports them, or once from `prevented`, whose
 // tokens the inner queue never saw.
 unsafe impl IoQueue for Scripted {
-    fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
-        self.inner.attach(files)
-    }
-
-    fn detach(&mut self, first: u32, count: u32) {
-        self.inner.detach(first, count);
-    }
+    nowait_testkit::pass_on!(self.inner: attach detach submit events);
 
     // SAFETY: the caller's promise is passed on; the pointers kept for the test are never
     // dereferenced.
@@ -133,10 +124,6 @@ unsafe impl IoQueue for Scripted {
         Ok(())
     }
 
-    fn submit(&mut self) -> Result<(), Error> {
-        self.inner.submit()
-    }
-
     fn drain_completions(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
         let Self { inner, script, in_flight, prevented } = self;
         let mut report = |token: Token, mut outcome: Outcome| {
@@ -161,14 +148,6 @@ unsafe impl IoQueue for Scripted {
 
     fn has_completions(&mut self) -> bool {
         !self.prevented.is_empty() || self.inner.has_completions()
-    }
-
-    fn events(&self) -> &dyn EventSource {
-        self.inner.events()
-    }
-
-    fn events_mut(&mut self) -> &mut dyn EventSource {
-        self.inner.events_mut()
     }
 
     // SAFETY: the caller's promise is passed on.

@@ -5,9 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use nowait::{
-    Error, EventSource, IoQueue, Operation, Outcome, QueueFile, QueueFull, Token, Transfer,
-};
+use nowait::{Error, IoQueue, Operation, QueueFull, Token, Transfer};
 use nowait_testkit::engines::TestQueue;
 
 /// A queue that drops transfers and fails from the first one on that comes when `fails` is set.
@@ -30,13 +28,7 @@ impl FailingQueue {
 // SAFETY: tokens are reported as the inner queue reports them; the token of a dropped transfer
 // never is.
 unsafe impl IoQueue for FailingQueue {
-    fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
-        self.queue.attach(files)
-    }
-
-    fn detach(&mut self, first: u32, count: u32) {
-        self.queue.detach(first, count);
-    }
+    nowait_testkit::pass_on!(self.queue: attach detach drain_completions has_completions events);
 
     // SAFETY: a dropped transfer accesses no memory; the others are passed on unchanged.
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
@@ -52,23 +44,7 @@ unsafe impl IoQueue for FailingQueue {
         self.checked().and_then(|()| self.queue.submit())
     }
 
-    fn drain_completions(&mut self, sink: impl FnMut(Token, Outcome)) -> usize {
-        self.queue.drain_completions(sink)
-    }
-
     fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
         self.checked().and_then(|()| self.queue.wait(timeout))
-    }
-
-    fn has_completions(&mut self) -> bool {
-        self.queue.has_completions()
-    }
-
-    fn events(&self) -> &dyn EventSource {
-        self.queue.events()
-    }
-
-    fn events_mut(&mut self) -> &mut dyn EventSource {
-        self.queue.events_mut()
     }
 }

@@ -12,9 +12,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nowait::{
-    Alignment, BlockDevice, ByteRange, Config, DeviceHandle, Engine, Error, EventSource, Flags,
-    IoQueue, LinearMap, Null, Op, Outcome, QueueFile, QueueFull, Request, Stats, Storage,
-    StorageProperties, Token, Transfer, WorkerPool,
+    Alignment, BlockDevice, ByteRange, Config, DeviceHandle, Engine, Error, Flags, IoQueue,
+    LinearMap, Null, Op, Outcome, QueueFile, QueueFull, Request, Stats, Storage, StorageProperties,
+    Token, Transfer, WorkerPool,
 };
 use nowait_testkit::WaitForRequests;
 
@@ -66,6 +66,8 @@ struct HeldQueue {
 
 // SAFETY: no memory is accessed; each token is returned once, from the list of answers.
 unsafe impl IoQueue for HeldQueue {
+    nowait_testkit::pass_on!(self.events: events);
+
     fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
         let held = &mut *self.held.borrow_mut();
         held.files += files.len() as u32;
@@ -102,14 +104,6 @@ unsafe impl IoQueue for HeldQueue {
 
     fn has_completions(&mut self) -> bool {
         !self.held.borrow().answered.is_empty() || self.events.has_completions()
-    }
-
-    fn events(&self) -> &dyn EventSource {
-        self.events.events()
-    }
-
-    fn events_mut(&mut self) -> &mut dyn EventSource {
-        self.events.events_mut()
     }
 }
 

@@ -6,9 +6,9 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use nowait::{
-    BlockDevice, BlockMap, ByteRange, Config, DeviceHandle, Direct, Engine, Error, EventSource,
-    Extent, Flags, Intent, IoQueue, IoSegment, LinearMap, Null, Op, OpenOptions, Outcome,
-    QueueFile, QueueFull, Request, Token, Transfer, WorkerPool, WouldBlock,
+    BlockDevice, BlockMap, ByteRange, Config, DeviceHandle, Direct, Engine, Error, Extent, Flags,
+    Intent, IoQueue, IoSegment, LinearMap, Null, Op, OpenOptions, Outcome, QueueFile, QueueFull,
+    Request, Token, Transfer, WorkerPool, WouldBlock,
 };
 use nowait_testkit::engines::TestQueue;
 use nowait_testkit::{Random, TestQueueKind, WaitForRequests, seed, switches};
@@ -269,6 +269,8 @@ struct Refusing {
 
 // SAFETY: no memory is accessed; each token is returned once, from one of the two lists.
 unsafe impl IoQueue for Refusing {
+    nowait_testkit::pass_on!(self.queue: submit events);
+
     fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
         self.files += files.len() as u32;
         Ok(self.files - files.len() as u32)
@@ -286,10 +288,6 @@ unsafe impl IoQueue for Refusing {
         unsafe { self.queue.push(transfer, token) }
     }
 
-    fn submit(&mut self) -> Result<(), Error> {
-        self.queue.submit()
-    }
-
     fn drain_completions(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
         let count = self.refused.len();
         self.refused.drain(..).for_each(|(token, outcome)| sink(token, outcome));
@@ -303,14 +301,6 @@ unsafe impl IoQueue for Refusing {
 
     fn has_completions(&mut self) -> bool {
         !self.refused.is_empty() || self.queue.has_completions()
-    }
-
-    fn events(&self) -> &dyn EventSource {
-        self.queue.events()
-    }
-
-    fn events_mut(&mut self) -> &mut dyn EventSource {
-        self.queue.events_mut()
     }
 }
 

@@ -3,12 +3,11 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use nowait::{
-    AllocationCache, AsyncFile, BlockDevice, ByteRange, Config, Engine, Error, EventSource, Flags,
-    IoBuffer, IoPriority, IoQueue, IoSegment, LocalAsyncFile, LocalDriver, Null, Op, OpenOptions,
-    Outcome, PriorityClass, QueueFile, QueueFull, Request, Token, Transfer, WorkerPool,
+    AllocationCache, AsyncFile, BlockDevice, ByteRange, Config, Engine, Flags, IoBuffer,
+    IoPriority, IoQueue, IoSegment, LocalAsyncFile, LocalDriver, Null, Op, OpenOptions,
+    PriorityClass, QueueFull, Request, Token, Transfer, WorkerPool,
 };
 
 const BLOCK: usize = 4096;
@@ -30,13 +29,7 @@ struct Recording {
 
 // SAFETY: tokens are reported as the inner queue reports them.
 unsafe impl IoQueue for Recording {
-    fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
-        self.queue.attach(files)
-    }
-
-    fn detach(&mut self, first: u32, count: u32) {
-        self.queue.detach(first, count);
-    }
+    nowait_testkit::pass_on!(self.queue: attach detach submit drain_completions wait has_completions events);
 
     // SAFETY: passed on unchanged.
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
@@ -46,30 +39,6 @@ unsafe impl IoQueue for Recording {
         self.counts.polled.fetch_add(usize::from(polled), Ordering::Relaxed);
         // SAFETY: as promised by the caller.
         unsafe { self.queue.push(transfer, token) }
-    }
-
-    fn submit(&mut self) -> Result<(), Error> {
-        self.queue.submit()
-    }
-
-    fn drain_completions(&mut self, sink: impl FnMut(Token, Outcome)) -> usize {
-        self.queue.drain_completions(sink)
-    }
-
-    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
-        self.queue.wait(timeout)
-    }
-
-    fn has_completions(&mut self) -> bool {
-        self.queue.has_completions()
-    }
-
-    fn events(&self) -> &dyn EventSource {
-        self.queue.events()
-    }
-
-    fn events_mut(&mut self) -> &mut dyn EventSource {
-        self.queue.events_mut()
     }
 }
 

@@ -100,9 +100,12 @@ fn damage(bytes: &mut Vec<u8>, random: &mut Random) {
     // Most bytes are payload: half of the changes are close to the start of a request.
     let mut at = random.below(bytes.len() as u64) as usize;
     if random.chance(50) {
-        let magic = [&REQUEST_MAGIC.to_be_bytes()[..], &EXTENDED_REQUEST_MAGIC.to_be_bytes()];
-        let found = bytes[at..].windows(4).position(|window| magic.contains(&window));
-        at += found.map_or(0, |begin| begin + random.below(32) as usize);
+        let mut word = 0;
+        let found = bytes[at..].iter().position(|byte| {
+            word = word << 8 | u32::from(*byte);
+            word == REQUEST_MAGIC || word == EXTENDED_REQUEST_MAGIC
+        });
+        at += found.map_or(0, |last| last - 3 + random.below(32) as usize);
         at = at.min(bytes.len() - 1);
     }
     let until = bytes.len().min(at + 1 + random.below(100) as usize);

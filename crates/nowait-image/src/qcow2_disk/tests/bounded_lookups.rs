@@ -38,9 +38,7 @@ fn write_some(image: &Path) {
 
 #[test]
 fn a_block_status_request_ends_after_a_bounded_number_of_lookups_and_the_next_one_goes_on() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let scratch = tempfile::tempdir().unwrap();
     let base = scratch.path().join("0");
     fs::File::create(&base).unwrap().set_len(SIZE).unwrap();

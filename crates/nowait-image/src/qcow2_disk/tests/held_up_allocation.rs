@@ -123,9 +123,7 @@ impl Player {
 
 #[test]
 fn requests_that_need_no_allocation_are_served_while_one_is_held_up() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let Scene { base, disk, open_image, gate, _scratch } = scene();
     // The pool's only thread is the one that is held up.
     let mut player = Player::new(&disk, &gate, 1);
@@ -195,9 +193,7 @@ fn c54_a_read_of_a_block_in_which_the_backing_file_ends_is_not_torn_by_a_concurr
 
 #[test]
 fn another_cluster_is_allocated_while_one_is_held_up() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let Scene { disk, open_image, gate, _scratch, .. } = scene();
     let mut player = Player::new(&disk, &gate, 2);
     gate.shut();
@@ -216,9 +212,7 @@ fn another_cluster_is_allocated_while_one_is_held_up() {
 
 #[test]
 fn neighbours_that_wait_for_one_cluster_are_served_by_one_allocation_and_one_copy() {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     let Scene { base, disk, open_image, gate, _scratch } = scene();
     let mut player = Player::new(&disk, &gate, 4);
     let before = gate.shut();

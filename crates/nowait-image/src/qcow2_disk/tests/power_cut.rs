@@ -367,9 +367,7 @@ fn play_with(
     steps: u32,
     options: &[&'static str],
 ) {
-    if !require_tool("qemu-img") {
-        return;
-    }
+    nowait_testkit::needs!(require_tool("qemu-img"));
     for (options, seed) in options.iter().zip(1..) {
         play(&Scene { options, start, shares, disk, steps, granularity }, seed);
     }

@@ -12,7 +12,7 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::channel;
 
-use nowait::{AioThreadQueue, EventSource, IoBuffer, Outcome, QueueFile, QueueFull, Transfer};
+use nowait::{AioThreadQueue, EventSource, IoBuffer, Outcome, QueueFull, Transfer};
 
 use crate::event_loop::tests::*;
 use crate::frontend_kind::FrontendKind;
@@ -72,13 +72,7 @@ const FIRST_NUMBER: u16 = 300;
 
 // SAFETY: transfers are those of the queue below; tokens of commands have `FD_TOKEN`.
 unsafe impl<T: IoQueue> IoQueue for CommandQueue<T> {
-    fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
-        self.transfers.attach(files)
-    }
-
-    fn detach(&mut self, first: u32, count: u32) {
-        self.transfers.detach(first, count);
-    }
+    nowait_testkit::pass_on!(self.transfers: attach detach submit);
 
     // SAFETY: as promised by the caller.
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
@@ -107,10 +101,6 @@ unsafe impl<T: IoQueue> IoQueue for CommandQueue<T> {
 
     fn release_buffers(&mut self, first: u16) {
         self.driver.borrow_mut().released.push(first);
-    }
-
-    fn submit(&mut self) -> Result<(), Error> {
-        self.transfers.submit()
     }
 
     fn drain_completions(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {

@@ -72,7 +72,7 @@ fn turns(queue: &mut FairQueue<Job>, count: usize) -> Vec<u64> {
 #[test]
 fn clients_take_turns_and_the_jobs_of_each_stay_in_order() {
     let mut queue = FairQueue::new(10, 10);
-    (0..4).for_each(|n| assert!(queue.push(job(0, 1, n))));
+    (0..4).for_each(|n| queue.push(job(0, 1, n)));
     for (client, number) in [(2, 10), (3, 20), (2, 11)] {
         queue.push(job(0, client, number));
     }
@@ -96,9 +96,9 @@ fn devices_take_turns_however_many_clients_and_jobs_each_has() {
 #[test]
 fn a_device_that_comes_later_neither_waits_for_the_past_nor_gets_it_back() {
     let mut queue = FairQueue::new(100, 100);
-    (0..50).for_each(|n| assert!(queue.push(job(1, 1, n))));
+    (0..50).for_each(|n| queue.push(job(1, 1, n)));
     assert_eq!(turns(&mut queue, 20), [1; 20]);
-    (50..60).for_each(|n| assert!(queue.push(job(2, 1, n))));
+    (50..60).for_each(|n| queue.push(job(2, 1, n)));
     assert_eq!(turns(&mut queue, 6), [2, 1, 2, 1, 2, 1]);
 }
 
@@ -164,7 +164,7 @@ fn the_weight_of_the_last_job_counts() {
 #[test]
 fn a_client_at_its_limit_of_running_jobs_continues_when_one_ends() {
     let mut queue = FairQueue::new(10, 2);
-    (0..5).for_each(|n| assert!(queue.push(job(0, 1, n))));
+    (0..5).for_each(|n| queue.push(job(0, 1, n)));
     assert_eq!(popped(&mut queue), [0, 1]);
     queue.push(job(0, 2, 10));
     assert_eq!(popped(&mut queue), [10]);
@@ -178,7 +178,7 @@ fn a_client_at_its_limit_of_running_jobs_continues_when_one_ends() {
 #[test]
 fn a_device_at_its_limit_of_running_jobs_continues_when_one_ends() {
     let mut queue = FairQueue::new(2, 2);
-    (0..5).for_each(|n| assert!(queue.push(job(1, u64::from(n), n))));
+    (0..5).for_each(|n| queue.push(job(1, u64::from(n), n)));
     assert_eq!((queue.ready(), popped(&mut queue), queue.ready()), (5, vec![0, 1], 0));
     queue.push(job(2, 1, 10));
     assert_eq!((queue.ready(), popped(&mut queue)), (1, vec![10]));
@@ -193,7 +193,7 @@ fn a_device_at_its_limit_of_running_jobs_continues_when_one_ends() {
 fn a_changed_limit_of_devices_holds_for_all_that_have_jobs() {
     let mut queue = FairQueue::new(3, 3);
     for n in 0..6 {
-        (1..=3).for_each(|device| assert!(queue.push(job(device, 1, n))));
+        (1..=3).for_each(|device| queue.push(job(device, 1, n)));
     }
     assert_eq!(popped(&mut queue), [0, 0, 0, 1, 1, 1, 2, 2, 2]);
     queue.set_device_limit(1);
@@ -214,9 +214,7 @@ fn a_changed_limit_of_devices_holds_for_all_that_have_jobs() {
 fn jobs_that_join_are_taken_together_and_count_as_one_that_runs() {
     for (device_limit, client_limit) in [(1, 10), (10, 1)] {
         let mut queue = FairQueue::new(device_limit, client_limit);
-        let begins = [7, 100, 101, 102, 103, 200].map(|number| queue.push(job(3, 1, number)));
-        // By the rule for two neighbours; the pop may still find that a run is full.
-        assert_eq!(begins, [true, true, false, false, false, true]);
+        [7, 100, 101, 102, 103, 200].into_iter().for_each(|number| queue.push(job(3, 1, number)));
         for run in [vec![7], vec![100, 101, 102], vec![103], vec![200]] {
             assert_eq!((pop(&mut queue), pop(&mut queue)), (Some(((3, 1), run)), None));
             end(&mut queue, (3, 1));
@@ -228,8 +226,7 @@ fn jobs_that_join_are_taken_together_and_count_as_one_that_runs() {
 #[test]
 fn jobs_of_clients_with_one_number_on_two_devices_do_not_join() {
     let mut queue = FairQueue::new(10, 10);
-    let begins = [job(1, 1, 100), job(2, 1, 101)].map(|job| queue.push(job));
-    assert_eq!(begins, [true, true]);
+    [job(1, 1, 100), job(2, 1, 101)].into_iter().for_each(|job| queue.push(job));
     assert_eq!(pop(&mut queue), Some(((1, 1), vec![100])));
     assert_eq!(pop(&mut queue), Some(((2, 1), vec![101])));
 }
@@ -266,7 +263,7 @@ fn clients_and_devices_without_jobs_are_removed() {
     }
     assert_eq!(queue.spare.len(), 1);
     // Also those that had their turns while others had jobs.
-    (0..100).for_each(|device| (0..3).for_each(|n| assert!(queue.push(job(device, 1, n)))));
+    (0..100).for_each(|device| (0..3).for_each(|n| queue.push(job(device, 1, n))));
     turns(&mut queue, 300);
     assert!(queue.clients.is_empty() && queue.devices.is_empty());
     assert_eq!(queue.spare.len(), SPARE);
@@ -334,7 +331,7 @@ fn in_steady_state_no_list_is_allocated() {
     let mut queue = FairQueue::new(2, 2);
     // Each client and device is forgotten after each of its jobs.
     let round = |queue: &mut FairQueue<Job>, first: u64| {
-        (0..40).for_each(|n| assert!(queue.push(job(first + n % 20, n, 0))));
+        (0..40).for_each(|n| queue.push(job(first + n % 20, n, 0)));
         while let Some((id, _)) = pop(queue) {
             end(queue, id);
         }

@@ -189,6 +189,24 @@ fn a_thread_survives_a_job_that_panics() {
     }
 }
 
+/// Four threads are idle when jobs come: one is woken, and no other before it has run.
+#[test]
+fn idle_threads_are_woken_one_after_the_other_and_jobs_that_hang_have_one_each() {
+    let tested = Tested::new(never_stuck(8));
+    tested.pool.push((0..4).flat_map(|device| hanging(device, 1)));
+    tested.wait_until(|state| (0..4).all(|device| state.queue.running(device) == 1));
+    tested.gate.0.open();
+    tested.wait_until(|state| state.idle == 4 && !state.waking);
+    {
+        let mut state = tested.lock();
+        (0..4).for_each(|number| state.queue.push(job(4, number)));
+        assert_eq!([(); 3].map(|()| state.wakes_next()), [true, false, false]);
+    }
+    tested.pool.shared.ready.notify_one();
+    tested.ended::<8>();
+    tested.wait_until(|state| state.idle == 4 && !state.waking);
+}
+
 /// One client has more slow jobs than there are threads.
 #[test]
 fn a_client_with_slow_jobs_leaves_threads_to_other_clients() {
@@ -218,7 +236,7 @@ fn c40_every_job_runs_once_on_no_more_threads_than_the_limit() {
         ran2.fetch_add(job, Ordering::SeqCst);
         now2.fetch_sub(1, Ordering::SeqCst);
     });
-    let pool = ThreadPool::new(3, run);
+    let pool = ThreadPool::with(Bounds::of_one_device(3), run);
     for n in 0..100 {
         pool.push([n, n]);
     }
