@@ -25,7 +25,7 @@ pub(crate) fn flush() -> Result<(), CliError> {
     io::stdout().flush().map_err(|error| print_failure(&error))
 }
 
-/// The failure of a write to standard output; a silent one if nobody reads it any more.
+/// The failure of a write to standard output; a silent one if its reader has left.
 pub(crate) fn print_failure(error: &io::Error) -> CliError {
     match error.kind() {
         io::ErrorKind::BrokenPipe => CliError::of_left_reader(),

@@ -43,7 +43,7 @@ impl CliError {
         Self::new(error.to_string())
     }
 
-    /// A failure without a message: nobody reads standard output any more, as in `nowait map disk.img | head`.
+    /// A failure without a message: the reader of standard output has left, as in `nowait map disk.img | head`.
     pub fn of_left_reader() -> Self {
         Self { message: String::new(), status: LEFT_READER }
     }

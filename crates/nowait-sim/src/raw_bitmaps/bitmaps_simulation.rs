@@ -51,7 +51,7 @@ enum Cooling {
     Busy,
     /// Some may rest.
     Idle(Option<RestingRegions>),
-    /// These are closed next, before most of what was in flight when they began to rest has ended.
+    /// These are closed next, before most of what was in flight when they began to rest completes.
     Due(RestingRegions),
 }
 
