@@ -92,7 +92,9 @@ impl BitmapsDisk {
     /// One line.
     pub fn open(&self, options: OpenOptions) -> Result<OpenDisk, String> {
         let device = match self {
-            Self::Raw(disk) => return disk.open(options).map(OpenDisk::Raw).map_err(told),
+            Self::Raw(disk) => {
+                return disk.open(options).map(Box::new).map(OpenDisk::Raw).map_err(told);
+            }
             Self::Qcow2(device) => device,
         };
         let OpenOptions { direct, cache_holes, .. } = options;
@@ -123,7 +125,7 @@ impl BitmapsDisk {
 /// An open disk with its bitmap.
 pub enum OpenDisk {
     /// A raw disk.
-    Raw(SimRawImage),
+    Raw(Box<SimRawImage>),
     /// A qcow2 image.
     Qcow2(Arc<BlockDevice<dyn BlockMap>>, Box<OpenImage>),
 }
