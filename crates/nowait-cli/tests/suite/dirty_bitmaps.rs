@@ -37,8 +37,8 @@ fn bitmaps_are_added_listed_cleared_merged_disabled_and_removed_by_commands() {
     let mut client = it.server.connect();
     client.write(0, &[1; 4096]).expect("a write before there is a bitmap");
     assert_eq!(listed(&it), json!([]));
-    change(&it, "add", &["a"]);
-    change(&it, "add", &["b", "-g", "4K", "--disabled"]);
+    change(&it, "add", &["a", "--temporary"]);
+    change(&it, "add", &["b", "-g", "4K", "--disabled", "--temporary"]);
     client.write(MIB, &[1; 4096]).expect("a write");
     client.read(2 * MIB, 4096).expect("a read changes nothing");
     assert_eq!(listed(&it), json!([bitmap("a", USUAL, true, USUAL), bitmap("b", 4096, false, 0)]));
@@ -453,7 +453,7 @@ fn copy_dirty(it: &Controlled, reader: &mut Client, name: &str, copy: &mut [u8])
 #[test]
 fn no_change_is_lost_between_two_bitmaps_while_clients_write_on_all_threads() {
     let it = Controlled::start();
-    let add = |name: &str| change(&it, "add", &[name, "--granularity", "4K"]);
+    let add = |name: &str| change(&it, "add", &[name, "--granularity", "4K", "--temporary"]);
     let is_over = AtomicBool::new(false);
     add("0");
     let mut reader = it.server.connect();

@@ -40,7 +40,7 @@ fn a_reader_of_the_output_may_leave_and_a_full_disk_is_an_error() {
         let output = tool(NOWAIT).args(arguments).stdout(full).output().expect("nowait");
         assert_eq!(output.status.code(), Some(1), "{arguments:?}: {output:?}");
         let said = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(said, "nowait: standard output: no space is left on the device\n");
+        assert_eq!(said, "nowait: standard output: No space left on device\n");
     }
 }
 
