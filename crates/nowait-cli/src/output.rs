@@ -28,7 +28,7 @@ pub(crate) fn flush() -> Result<(), CliError> {
 /// The failure of a write to standard output; a silent one if its reader has left.
 pub(crate) fn print_failure(error: &io::Error) -> CliError {
     match error.kind() {
-        io::ErrorKind::BrokenPipe => CliError::of_left_reader(),
+        io::ErrorKind::BrokenPipe => CliError::broken_pipe(),
         _ => CliError::new(format!("standard output: {}", os_message(error))),
     }
 }

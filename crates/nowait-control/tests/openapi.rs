@@ -15,12 +15,12 @@ use nowait_control::{
     StartReplication, Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
 };
 use nowait_server::BackupEnd;
-use nowait_testkit::noting_server::NotingServer;
+use nowait_testkit::recording_server::RecordingServer;
 use serde::Serialize;
 use serde_json::Value;
 
 struct Running {
-    server: Arc<NotingServer>,
+    server: Arc<RecordingServer>,
     socket: PathBuf,
     _http: HttpServer,
     _directory: tempfile::TempDir,
@@ -30,7 +30,7 @@ fn run() -> Running {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("control");
     // After an upgrade that succeeds the interface is another program's.
-    let server = Arc::new(NotingServer::refusing(&["change", "upgrade"]));
+    let server = Arc::new(RecordingServer::refusing(&["change", "upgrade"]));
     let listener = HttpListener::Unix(UnixListener::bind(&socket).unwrap());
     let http = HttpServer::start(vec![listener], server.clone()).unwrap();
     Running { server, socket, _http: http, _directory: directory }
@@ -172,7 +172,7 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
         ("Series", fields(&SeriesInfo::default())),
         ("PastErrors", fields(&PastErrors::default())),
         ("RemovedExport", fields(&RemovedExport::default())),
-        ("Export", fields(&NotingServer::only_export())),
+        ("Export", fields(&RecordingServer::only_export())),
         ("Frontend", fields(&FrontendInfo::default())),
         ("Operation", fields(&operation)),
         ("Latency", fields(&LatencyInfo::default())),
@@ -205,7 +205,7 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
 fn the_client_asks_for_what_its_methods_say() {
     let running = run();
     let client = Client::new(&running.socket).unwrap();
-    let name = NotingServer::only_export().name;
+    let name = RecordingServer::only_export().name;
     client.flush(&name).unwrap();
     client.snapshot(&name, &SnapshotRequest { overlay: "/o".into() }).unwrap();
     client.remove(&name, false).unwrap();

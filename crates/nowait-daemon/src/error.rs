@@ -18,7 +18,7 @@ pub use nowait_image::{create_message, open_message, os_message, plain};
 const FAILURE: u8 = 1;
 
 /// The exit status that a shell gives a program that SIGPIPE has killed, as it kills most programs whose reader has left.
-const LEFT_READER: u8 = 128 + 13;
+const SIGPIPE_STATUS: u8 = 128 + 13;
 
 /// A failure that ends the command.
 #[derive(Debug)]
@@ -44,8 +44,8 @@ impl CliError {
     }
 
     /// A failure without a message: the reader of standard output has left, as in `nowait map disk.img | head`.
-    pub fn of_left_reader() -> Self {
-        Self { message: String::new(), status: LEFT_READER }
+    pub fn broken_pipe() -> Self {
+        Self { message: String::new(), status: SIGPIPE_STATUS }
     }
 
     /// Whether there is nothing to print about it.

@@ -35,7 +35,7 @@ use crate::loop_context::{DiskEngine, LoopContext, TOKEN_BITS};
 use crate::member::NO_EXPORT;
 use crate::served_export::Unused;
 use crate::slow_requests::KEY_MASK;
-use crate::thread_handle::{Survey, ThreadHandle};
+use crate::thread_handle::{InFlightQuery, ThreadHandle};
 use crate::threads::{Shared, ThreadContext};
 
 /// Retry interval of a member that waits for buffer memory while nothing of its thread is in
@@ -330,9 +330,9 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
     }
 
     /// Answers which changes of exports are in flight. All others are in the bitmaps.
-    fn answer_surveys(&self) {
+    fn answer_queries(&self) {
         let LoopContext { engine, exports, .. } = &self.context;
-        for Survey { export, answer } in self.thread.take_surveys() {
+        for InFlightQuery { export, answer } in self.thread.take_queries() {
             let served = exports.iter().filter(|served| served.shared.id == export);
             let changes = served.flat_map(|served| engine.changes_in_flight(&served.device));
             // An answer that is late is not received.
@@ -374,7 +374,7 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         if self.thread.takes_publication() {
             self.publish();
         }
-        self.answer_surveys();
+        self.answer_queries();
         self.frontend.on_wake(&mut self.context);
     }
 

@@ -15,7 +15,7 @@ use crate::locking::lock;
 
 /// The question which changes of an export are in flight on a thread.
 #[derive(Clone)]
-pub(crate) struct Survey {
+pub(crate) struct InFlightQuery {
     pub(crate) export: ExportId,
     pub(crate) answer: Sender<Vec<ByteRange>>,
 }
@@ -30,7 +30,7 @@ pub(crate) struct ThreadHandle {
     /// The counts of the exports are to be published.
     publishes: AtomicBool,
     /// Questions for the changes that are in flight.
-    surveys: Mutex<Vec<Survey>>,
+    queries: Mutex<Vec<InFlightQuery>>,
     /// Requests in flight, as of the end of the thread's last iteration.
     in_flight: AtomicUsize,
     /// How many times the thread has answered a wake-up.
@@ -50,7 +50,7 @@ impl ThreadHandle {
             connections: AtomicUsize::new(0),
             exports_changed: AtomicBool::new(false),
             publishes: AtomicBool::new(false),
-            surveys: Mutex::default(),
+            queries: Mutex::default(),
             in_flight: AtomicUsize::new(0),
             answers: AtomicU64::new(0),
         })
@@ -112,15 +112,15 @@ impl ThreadHandle {
         self.publishes.swap(false, Ordering::AcqRel)
     }
 
-    /// Has the thread answer `survey`.
-    pub(crate) fn ask(&self, survey: Survey) {
-        lock(&self.surveys).push(survey);
+    /// Has the thread answer `query`.
+    pub(crate) fn ask(&self, query: InFlightQuery) {
+        lock(&self.queries).push(query);
         self.wake();
     }
 
-    /// The surveys since the last call.
-    pub(crate) fn take_surveys(&self) -> Vec<Survey> {
-        std::mem::take(&mut lock(&self.surveys))
+    /// The queries since the last call.
+    pub(crate) fn take_queries(&self) -> Vec<InFlightQuery> {
+        std::mem::take(&mut lock(&self.queries))
     }
 
     /// Publishes the number of requests in flight on the thread.

@@ -22,7 +22,7 @@ pub mod certificates;
 pub mod nbd;
 pub mod control_socket;
 #[cfg(feature = "control")]
-pub mod noting_server;
+pub mod recording_server;
 #[cfg(feature = "web")]
 pub mod web_request;
 #[cfg(feature = "web")]

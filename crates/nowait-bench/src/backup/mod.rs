@@ -3,7 +3,7 @@
 //!
 //! Invariant: each measurement has a server of its own on the same image, and all of them have the same options.
 
-mod noting_server;
+mod measured_server;
 
 use std::io::{self, Write};
 use std::time::Duration;
@@ -25,7 +25,7 @@ use crate::table::{aligned, ratio, strings};
 use crate::test_file::Target;
 use crate::test_images::TestImages;
 use crate::workload::{Direction, Order, Workload, flood};
-use noting_server::{Notes, NotingServer, ServerPlaces};
+use measured_server::{BackupFeature, MeasuredServer, ServerPlaces};
 
 const KINDS: [ServerKind; 2] = [ServerKind::Nowait, ServerKind::QemuStorageDaemon];
 /// Bytes of which both servers copy the old content together.
@@ -59,15 +59,15 @@ impl Load4K {
         format!("4K {which}, depth {depth}, {}", image.name())
     }
 
-    /// Notes of a server in this table, the one to compare with first.
-    fn notes(&self, kind: ServerKind) -> Vec<Notes> {
+    /// Features of a server that this table measures, the one to compare with first.
+    fn features(&self, kind: ServerKind) -> Vec<BackupFeature> {
         match (self.is_first, self.image) {
-            (true, _) => vec![Notes::Nothing, Notes::OldBytes],
+            (true, _) => vec![BackupFeature::Off, BackupFeature::CopyBeforeWrite],
             (false, ImageKind::Raw) if kind == ServerKind::Nowait => {
-                vec![Notes::Nothing, Notes::InMemory, Notes::Stored]
+                vec![BackupFeature::Off, BackupFeature::InMemory, BackupFeature::Stored]
             }
-            (false, ImageKind::Raw) => vec![Notes::Nothing, Notes::InMemory],
-            (false, _) => vec![Notes::Nothing, Notes::Stored],
+            (false, ImageKind::Raw) => vec![BackupFeature::Off, BackupFeature::InMemory],
+            (false, _) => vec![BackupFeature::Off, BackupFeature::Stored],
         }
     }
 
@@ -88,11 +88,11 @@ pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
     let servers = Servers::find(&KINDS, bench.nowait.as_deref())?;
     let images = TestImages::make()?;
     let (machine, runner) = (Machine::this()?, Runner::new(bench)?);
-    let rows = |load: &Load4K| -> Vec<NotingServer> {
+    let rows = |load: &Load4K| -> Vec<MeasuredServer> {
         let of = |program: &crate::server::Program| {
-            let noting =
-                |notes| NotingServer { program: program.clone(), image: load.image, notes };
-            load.notes(program.kind).into_iter().map(noting).collect::<Vec<_>>()
+            let measured =
+                |feature| MeasuredServer { program: program.clone(), image: load.image, feature };
+            load.features(program.kind).into_iter().map(measured).collect::<Vec<_>>()
         };
         servers.programs.iter().flat_map(of).collect()
     };
@@ -107,14 +107,14 @@ pub(crate) fn run(bench: &Bench, out: &mut dyn Write) -> Result<Report, Error> {
     for load in loads {
         let target = images.image(load.image).map_err(Error::system("opening an image"))?;
         let scene = Scene { bench, runner: &runner, images: &images, target: &target, load };
-        let title = |row: &NotingServer| {
-            format!("{}: {}, {}", load.title(), row.program.kind.name(), row.notes.name())
+        let title = |row: &MeasuredServer| {
+            format!("{}: {}, {}", load.title(), row.program.kind.name(), row.feature.name())
         };
-        let failure = |row: &NotingServer, problem: &str| {
+        let failure = |row: &MeasuredServer, problem: &str| {
             let line = format!("{} failed: {problem}", title(row));
             (line.clone(), line.into())
         };
-        let measure = |row: &NotingServer| scene.measure(row);
+        let measure = |row: &MeasuredServer| scene.measure(row);
         let Some(rows) = reporter.compare(rows(&load), title, measure, failure) else { break };
         let table = BackupTable { load, rows };
         reporter.table(&table.text(), table.to_json())?;
@@ -134,7 +134,7 @@ struct Scene<'a> {
 }
 
 impl Scene<'_> {
-    fn measure(&self, row: &NotingServer) -> io::Result<BackupSample> {
+    fn measure(&self, row: &MeasuredServer) -> io::Result<BackupSample> {
         let Self { runner, images, target, .. } = *self;
         let places = ServerPlaces { images, target, directory: runner.scratch.path() };
         row.prepare(places)?;
@@ -147,7 +147,7 @@ impl Scene<'_> {
     fn measure_at(
         &self,
         server: &mut Server,
-        row: &NotingServer,
+        row: &MeasuredServer,
         places: ServerPlaces<'_>,
     ) -> io::Result<BackupSample> {
         let (workload, bytes, export) =
@@ -192,7 +192,7 @@ fn longest_write_ms(mut client: Client, begin: impl FnOnce() -> io::Result<()>) 
     Ok(latencies_ns.max() as f64 / NS_PER_MS)
 }
 
-/// A server that notes something, in one round.
+/// A server with a feature, in one round.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct BackupSample {
     sample: Sample,
@@ -200,7 +200,7 @@ struct BackupSample {
     start_ms: f64,
 }
 
-type Row = Entry<NotingServer, BackupSample>;
+type Row = Entry<MeasuredServer, BackupSample>;
 
 /// Both servers under one load.
 struct BackupTable {
@@ -212,7 +212,7 @@ impl BackupTable {
     /// A figure of `row` divided by that of its server that notes nothing; `None` if that was not measured.
     fn to_nothing(&self, row: &Row, figure: fn(&BackupSample) -> f64) -> Option<f64> {
         let is_base = |it: &&Row| {
-            it.key.notes == Notes::Nothing && it.key.program.kind == row.key.program.kind
+            it.key.feature == BackupFeature::Off && it.key.program.kind == row.key.program.kind
         };
         let base = self.rows.iter().find(is_base)?;
         Some(ratio(row.median(figure), base.median(figure)))
@@ -229,7 +229,7 @@ impl BackupTable {
             };
             lines.push(vec![
                 row.key.program.kind.name().to_owned(),
-                row.key.notes.name().to_owned(),
+                row.key.feature.name().to_owned(),
                 format!("{:.0}", iops.median),
                 format!("{:.0}–{:.0}", iops.min, iops.max),
                 to_nothing(|it| it.sample.iops),
@@ -247,7 +247,7 @@ impl BackupTable {
             let of = |figure: fn(&BackupSample) -> f64| row.of(figure).to_json();
             json!({
                 "server": row.key.program.kind.name(),
-                "notes": row.key.notes.name(),
+                "notes": row.key.feature.name(),
                 "iops": of(|it| it.sample.iops),
                 "p50_us": of(|it| it.sample.p50_us),
                 "p99_us": of(|it| it.sample.p99_us),
@@ -268,17 +268,17 @@ mod tests {
 
     #[test]
     fn figures_are_divided_by_those_of_the_same_server_that_notes_nothing() {
-        let row = |kind, notes, iops| {
+        let row = |kind, feature, iops| {
             let sample = Sample { iops, server_cpu_us: 1e6 / iops, ..Sample::default() };
             let key =
-                NotingServer { program: Program::example(kind), image: ImageKind::Raw, notes };
+                MeasuredServer { program: Program::example(kind), image: ImageKind::Raw, feature };
             let samples = vec![BackupSample { sample, start_ms: 7.0 }; 3];
             Entry { samples, ..Entry::new(key) }
         };
         let rows = vec![
-            row(ServerKind::Nowait, Notes::Nothing, 100.0),
-            row(ServerKind::Nowait, Notes::InMemory, 80.0),
-            row(ServerKind::QemuStorageDaemon, Notes::InMemory, 10.0),
+            row(ServerKind::Nowait, BackupFeature::Off, 100.0),
+            row(ServerKind::Nowait, BackupFeature::InMemory, 80.0),
+            row(ServerKind::QemuStorageDaemon, BackupFeature::InMemory, 10.0),
         ];
         let load = Load4K { image: ImageKind::Raw, depth: 64, is_first: false };
         let table = BackupTable { load, rows };

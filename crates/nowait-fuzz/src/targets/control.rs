@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use nowait_control::{Token, fuzz};
-use nowait_testkit::noting_server::NotingServer;
+use nowait_testkit::recording_server::RecordingServer;
 
 use crate::split::cut;
 use crate::target::{Check, Target};
@@ -82,7 +82,7 @@ fn outcome<'a>(
     token: Option<Token>,
     pieces: impl IntoIterator<Item = &'a [u8]>,
 ) -> Result<Outcome, String> {
-    let server = Arc::new(NotingServer::default());
+    let server = Arc::new(RecordingServer::default());
     let answers = fuzz::converse(server.clone(), token, pieces);
     let asked = server.take_notes();
     let mut answers = answers_in(&answers)?;

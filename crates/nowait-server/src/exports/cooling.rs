@@ -13,7 +13,7 @@ use tracing::warn;
 
 use crate::export::ExportId;
 use crate::exports::Exports;
-use crate::thread_handle::Survey;
+use crate::thread_handle::InFlightQuery;
 
 /// How long the threads may take to tell which changes are in flight.
 /// Beyond it: the regions are looked at again with the next call.
@@ -43,8 +43,8 @@ impl Exports {
     /// The changes of an export that are in flight, as far as they had begun before this; `None` if a thread does not answer.
     fn changes_in_flight(&self, export: ExportId) -> Option<Vec<ByteRange>> {
         let (answer, answers) = channel();
-        let survey = Survey { export, answer };
-        let asked = self.0.threads().map(|thread| thread.ask(survey.clone())).count();
+        let query = InFlightQuery { export, answer };
+        let asked = self.0.threads().map(|thread| thread.ask(query.clone())).count();
         let until = Instant::now() + ANSWER_TIME;
         let mut changes = Vec::new();
         for _ in 0..asked {

@@ -255,7 +255,7 @@ impl AppendQueue {
         if let Some(result) = added.result() {
             return Poll::Ready(result);
         }
-        added.group.keep(added.at, waker);
+        added.group.register(added.at, waker);
         Poll::Pending
     }
 

@@ -74,7 +74,7 @@ impl GroupEnd {
     }
 
     /// Has `waker` woken at the end, for the record at `at`.
-    pub(crate) fn keep(&self, at: u32, waker: &Waker) {
+    pub(crate) fn register(&self, at: u32, waker: &Waker) {
         let mut wakers = self.wakers();
         match wakers.iter_mut().find(|(its, _)| *its == at) {
             Some((_, old)) => old.clone_from(waker),

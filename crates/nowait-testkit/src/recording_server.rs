@@ -15,12 +15,12 @@ use serde_json::{Value, json};
 
 /// The server. It has one export, number 3, and one connection.
 #[derive(Default)]
-pub struct NotingServer {
+pub struct RecordingServer {
     refused: &'static [&'static str],
     notes: Mutex<Vec<String>>,
 }
 
-impl NotingServer {
+impl RecordingServer {
     /// A server that refuses these methods, with the reason `no`.
     pub fn refusing(refused: &'static [&'static str]) -> Self {
         Self { refused, notes: Mutex::default() }
@@ -58,7 +58,7 @@ macro_rules! noted {
     };
 }
 
-impl ControlledServer for NotingServer {
+impl ControlledServer for RecordingServer {
     fn info(&self) -> ServerInfo {
         ServerInfo::default()
     }

@@ -23,36 +23,36 @@ const BITMAP: &str = "b";
 /// The longest time for an answer of qemu-storage-daemon.
 const SILENCE_MAX: Duration = Duration::from_secs(30);
 
-/// Notes that a server makes of the writes.
+/// Work of a server at each write, for backups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Notes {
-    Nothing,
+pub(super) enum BackupFeature {
+    Off,
     /// A dirty bitmap that is lost with the server.
     InMemory,
     /// A dirty bitmap that is stored: in a qcow2 image, or next to a raw one.
     Stored,
     /// The old bytes of each 64 KiB, for a backup.
-    OldBytes,
+    CopyBeforeWrite,
 }
 
-impl Notes {
+impl BackupFeature {
     /// Its name in reports.
     pub(super) fn name(self) -> &'static str {
         match self {
-            Self::Nothing => "nothing",
+            Self::Off => "nothing",
             Self::InMemory => "bitmap in memory",
             Self::Stored => "stored bitmap",
-            Self::OldBytes => "backup",
+            Self::CopyBeforeWrite => "backup",
         }
     }
 }
 
-/// A server on an image, which notes something.
+/// A server on an image, with a feature that is measured.
 #[derive(Clone, Debug)]
-pub(super) struct NotingServer {
+pub(super) struct MeasuredServer {
     pub(super) program: Program,
     pub(super) image: ImageKind,
-    pub(super) notes: Notes,
+    pub(super) feature: BackupFeature,
 }
 
 /// The files of a running server.
@@ -81,7 +81,7 @@ impl ServerPlaces<'_> {
     }
 }
 
-impl NotingServer {
+impl MeasuredServer {
     fn is_nowait(&self) -> bool {
         self.program.kind == ServerKind::Nowait
     }
@@ -90,9 +90,9 @@ impl NotingServer {
     pub(super) fn prepare(&self, places: ServerPlaces<'_>) -> io::Result<()> {
         places.target.prepare(Caching::Direct)?;
         remove_if_there(&places.control())?;
-        match (self.notes, self.image) {
-            (Notes::Stored, ImageKind::Qcow2) => places.images.bitmap("--add", BITMAP),
-            (Notes::OldBytes, _) if !self.is_nowait() => {
+        match (self.feature, self.image) {
+            (BackupFeature::Stored, ImageKind::Qcow2) => places.images.bitmap("--add", BITMAP),
+            (BackupFeature::CopyBeforeWrite, _) if !self.is_nowait() => {
                 std::fs::File::create(places.old_bytes())?.set_len(places.target.bytes)
             }
             _ => Ok(()),
@@ -101,11 +101,11 @@ impl NotingServer {
 
     /// Removes what a measurement has left.
     pub(super) fn clean_up(&self, places: ServerPlaces<'_>) -> io::Result<()> {
-        match (self.notes, self.image) {
-            (Notes::Stored, ImageKind::Qcow2) => places.images.bitmap("--remove", BITMAP),
-            (Notes::Stored, _) => remove_if_there(&places.sidecar()),
-            (Notes::OldBytes, _) => remove_if_there(&places.old_bytes()),
-            (Notes::Nothing | Notes::InMemory, _) => Ok(()),
+        match (self.feature, self.image) {
+            (BackupFeature::Stored, ImageKind::Qcow2) => places.images.bitmap("--remove", BITMAP),
+            (BackupFeature::Stored, _) => remove_if_there(&places.sidecar()),
+            (BackupFeature::CopyBeforeWrite, _) => remove_if_there(&places.old_bytes()),
+            (BackupFeature::Off | BackupFeature::InMemory, _) => Ok(()),
         }
     }
 
@@ -134,7 +134,7 @@ impl NotingServer {
             command.arg("--chardev");
             command.arg(format!("socket,id=m,path={},server=on,wait=off", control.display()));
             command.args(["--monitor", "chardev=m"]);
-            if self.notes == Notes::OldBytes {
+            if self.feature == BackupFeature::CopyBeforeWrite {
                 let file = places.old_bytes();
                 let node = "driver=file,node-name=old,aio=io_uring,cache.direct=on,filename=";
                 command.arg("--blockdev").arg(format!("{node}{}", file.display()));
@@ -151,17 +151,19 @@ impl NotingServer {
             command.arg("export").args(words).arg("--control").arg(&control);
             printed(&mut command, SILENCE_MAX, stop).map(|_| ())
         };
-        match (self.notes, self.is_nowait()) {
-            (Notes::Nothing, _) => Ok(()),
-            (Notes::Stored, _) if self.image == ImageKind::Qcow2 => Ok(()),
-            (Notes::InMemory, true) => nowait(&["bitmap", "add", "@0", BITMAP, "--temporary"]),
-            (Notes::Stored, true) => nowait(&["bitmap", "add", "@0", BITMAP]),
-            (Notes::OldBytes, true) => nowait(&["backup", "start", "@0"]),
-            (Notes::InMemory | Notes::Stored, false) => {
+        match (self.feature, self.is_nowait()) {
+            (BackupFeature::Off, _) => Ok(()),
+            (BackupFeature::Stored, _) if self.image == ImageKind::Qcow2 => Ok(()),
+            (BackupFeature::InMemory, true) => {
+                nowait(&["bitmap", "add", "@0", BITMAP, "--temporary"])
+            }
+            (BackupFeature::Stored, true) => nowait(&["bitmap", "add", "@0", BITMAP]),
+            (BackupFeature::CopyBeforeWrite, true) => nowait(&["backup", "start", "@0"]),
+            (BackupFeature::InMemory | BackupFeature::Stored, false) => {
                 let arguments = json!({ "node": "f", "name": BITMAP });
                 execute(&control, "block-dirty-bitmap-add", arguments)
             }
-            (Notes::OldBytes, false) => {
+            (BackupFeature::CopyBeforeWrite, false) => {
                 let job = json!({ "job-id": "b", "device": "f", "target": "old", "sync": "none" });
                 execute(&control, "blockdev-backup", job)
             }
