@@ -12,7 +12,7 @@ use crate::requirements::skip;
 
 /// The numbers of requests of the two runs.
 const FEW: u64 = 10_000;
-const MANY: u64 = 110_000;
+const MANY: u64 = 30_000;
 
 /// An example that cargo has built before.
 pub struct Example(PathBuf);

@@ -22,7 +22,7 @@ fn on_file(case: Case, requests: u64) -> Result<u64, Failure> {
         return run::<_, LOADED>(disk, case.op, case.simple, requests);
     }
     // Written, so that it has no holes.
-    std::fs::write(&path, vec![1; SIZE as usize])?;
+    std::fs::write(&path, vec![0; SIZE as usize])?;
     let disk = BlockDevice::open(&path, OpenOptions::new().cache_holes(true))?;
     disk.scan();
     run::<_, LOADED>(disk, case.op, case.simple, requests)

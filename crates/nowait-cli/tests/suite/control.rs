@@ -357,7 +357,7 @@ fn what_is_no_request_ends_its_connection_and_nothing_else() {
     ];
     for request in requests {
         let mut stream = UnixStream::connect(&it.socket).expect("the control socket");
-        stream.set_read_timeout(Some(Duration::from_secs(20))).expect("a timeout");
+        stream.set_read_timeout(Some(nowait_testkit::BOUND)).expect("a timeout");
         // It may be closed before all is sent.
         let _ = stream.write_all(request);
         let _ = stream.shutdown(std::net::Shutdown::Write);

@@ -132,7 +132,7 @@ fn an_added_export_is_a_disk_of_virtual_machines_at_the_socket_that_is_named() {
     assert!(printed.contains(&place), "{printed}");
     // A VMM that says nothing yet.
     let mut machine = UnixStream::connect(&socket).expect("the socket");
-    machine.set_read_timeout(Some(Duration::from_secs(20))).expect("a socket");
+    machine.set_read_timeout(Some(nowait_testkit::BOUND)).expect("a socket");
     let all = || it.json("GET", "/v1/connections", None, 200);
     let is_machine = |one: &&Value| one["frontend"] == "vhost-user" && one["export"] == "more";
     let found = || all().as_array().and_then(|all| all.iter().find(is_machine).cloned());
@@ -145,7 +145,7 @@ fn an_added_export_is_a_disk_of_virtual_machines_at_the_socket_that_is_named() {
     it.refusal("DELETE", &format!("/v1/connections/{id}"), None, 404);
     // Others find the device where it was.
     let mut machine = UnixStream::connect(&socket).expect("the socket");
-    machine.set_read_timeout(Some(Duration::from_secs(20))).expect("a socket");
+    machine.set_read_timeout(Some(nowait_testkit::BOUND)).expect("a socket");
     wait_until("the connection", || found().is_some());
     let mut client =
         Client::connect_to(&it.server.socket(), "more", Mode::Structured).expect("NBD");

@@ -6,7 +6,6 @@
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
 
 use nowait_testkit::wait_until;
 use serde_json::{Value, json};
@@ -19,7 +18,7 @@ struct Followed(Lines<BufReader<UnixStream>>);
 impl Followed {
     fn at(socket: &Path) -> Self {
         let mut stream = UnixStream::connect(socket).expect("the control socket");
-        stream.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
+        stream.set_read_timeout(Some(nowait_testkit::BOUND)).expect("a timeout");
         stream.write_all(b"GET /v1/events HTTP/1.1\r\nhost: a\r\n\r\n").expect("a request");
         Self(BufReader::new(stream).lines())
     }

@@ -24,7 +24,6 @@ device() {
     cd /
 }
 device nullb0 1; device nullb1 0
-dd if=/dev/urandom of=/tmp/data bs=1M count=16 2>/dev/null
 requests() { set -- $(cat /sys/block/$1/stat) && echo $(($1 + $5)); }
 interrupts() { sum=0; for n in $(awk '/nvme0q[1-9]/ { print $2 }' /proc/interrupts); do sum=$((sum + n)); done; echo $sum; }
 serve() {
@@ -33,7 +32,7 @@ serve() {
     pid=$!
     for n in $(seq 600); do [ -S /tmp/sock ] && break; sleep 0.05; done
 }
-copy() { /test/nowait copy /tmp/data 'nbd+unix:///?socket=/tmp/sock' --verify >/dev/null && echo "guest: copied to $1"; }
+copy() { /test/nowait copy /test/random 'nbd+unix:///?socket=/tmp/sock' --verify >/dev/null && echo "guest: copied to $1"; }
 states() { for task in /proc/$pid/task/*; do awk '/^State/ { print $2 }' $task/status; done | sort -u | tr -d '\n'; }
 stop() { kill -TERM $pid && wait $pid && echo "guest: stopped $1"; }
 
@@ -57,14 +56,7 @@ fn serve_poll_takes_no_interrupts_of_nvme_and_refuses_what_cannot_be_polled() {
     let scratch = Scratch::new();
     let disk = scratch.sparse("nvme.img", DEVICE_BYTES);
     let drive = format!("file={},format=raw,if=none,id=nvme", disk.display());
-    let arguments = [
-        "-append",
-        "console=ttyS0 quiet panic=-1 nvme.poll_queues=1",
-        "-drive",
-        &drive,
-        "-device",
-        "nvme,drive=nvme,serial=nowait",
-    ];
+    let arguments = ["-drive", &drive, "-device", "nvme,drive=nvme,serial=nowait"];
     let program = Path::new(env!("CARGO_BIN_EXE_nowait"));
     let console = guest.run(GUEST_INIT, &[program], &arguments);
     for line in [

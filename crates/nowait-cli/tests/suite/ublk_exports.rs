@@ -12,7 +12,6 @@ const TWO: &str = r#"
 load ublk_drv
 truncate -s 16M /data/a.img /data/b.img
 for n in 1 2 3 4; do dd if=/test/random of=/data/random$n bs=1M skip=$((4 * (n - 1))) count=4 2>/dev/null; done
-command() { /test/nowait "$@" --control /data/control; }
 both() { serve a=/data/a.img b=/data/b.img --direct off --control unix:/data/control "$@"; }
 # Writes a file to a node, from a MiB on.
 put() { dd if=/data/$1 of=/dev/ublkb$2 bs=1M seek=$3 conv=fsync 2>/dev/null || echo "guest: I/O error"; }
@@ -22,9 +21,9 @@ both --ublk=b=4 --ublk=3 --sandbox on
 put random1 3 0; put random2 4 0
 command export remove b; echo "guest: removed $?"
 command export remove a; echo "guest: removed the default $?"
-command upgrade && wait $server && echo "guest: upgraded"
+upgraded && wait $server && echo "guest: upgraded"
 put random3 3 4; put random4 4 4
-command upgrade && echo "guest: upgraded again"
+upgraded && echo "guest: upgraded again"
 /test/nowait ublk list
 echo 3 >/proc/sys/vm/drop_caches
 has /dev/ublkb3 random1 random3; has /dev/ublkb4 random2 random4
@@ -37,7 +36,7 @@ has /data/a.img random1 random3; has /data/b.img random2 random4
 both --ublk --ublk
 grep -c '^serving /dev/ublkb[01]$' /data/out | sed 's/^/guest: nodes /'
 /test/nowait ublk stop 1; command export remove b; echo "guest: removed without its node $?"
-command upgrade && wait $server && echo "guest: upgraded with one node"
+upgraded && wait $server && echo "guest: upgraded with one node"
 put random2 0 0
 /test/nowait ublk stop 0
 for try in $(seq 100); do [ -e /data/control ] || break; sleep 0.1; done

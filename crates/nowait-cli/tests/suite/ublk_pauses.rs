@@ -8,7 +8,6 @@ use crate::ublk::assert_said;
 pub(crate) const CHANGED: &str = r#"
 load ublk_drv
 truncate -s 64M /data/disk.img
-command() { /test/nowait "$@" --control /data/control; }
 serve /data/disk.img --direct off --ublk=7 --control unix:/data/control --allow-dir /data
 /test/mkfs.ext4 -q /dev/ublkb7 && mount -t ext4 /dev/ublkb7 /disk/new
 dd if=/test/random of=/data/random bs=1M count=4 2>/dev/null
@@ -25,7 +24,7 @@ done
 command export resize @0 80M && echo "guest: resized to $(blockdev --getsz /dev/ublkb7)"
 for n in 1 2 3; do
     sleep 0.3
-    command upgrade && echo "guest: upgrade $n"
+    upgraded && echo "guest: upgrade $n"
 done
 wait $server; echo "guest: the first server ended $?"
 sleep 0.3; threads upgraded $(pidof nowait)
@@ -100,7 +99,7 @@ serve $common --io-flusher --sandbox on
 dd if=/test/random of=/data/random bs=1M count=8 2>/dev/null
 /test/nowait copy /data/random $uri && cmp /data/random /data/disk.img && echo "guest: copied"
 threads nbd $server; idle nbd
-/test/nowait upgrade --control /data/control && wait $server && echo "guest: upgraded"
+upgraded && wait $server && echo "guest: upgraded"
 /test/nowait copy /data/random $uri; threads successor $(pidof nowait)
 kill $(pidof nowait); for try in $(seq 100); do pidof nowait >/data/pid || break; sleep 0.1; done
 $user /test/nowait serve $common --io-flusher; echo "guest: user $?"
