@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom, Stat};
@@ -40,8 +40,8 @@ pub struct FileStorage {
     pub(super) buffered: Arc<File>,
     /// The file offset of the descriptor that appends use: `buffered`, or where pwritev2(2) is forbidden another one.
     pub(super) appending: Mutex<Option<File>>,
-    /// Whether the file was locked through this handle.
-    pub(super) locked: AtomicBool,
+    /// The process that has locked the file through this handle; 0: none.
+    pub(super) locked_by: AtomicU32,
     /// The file, which other handles of the process may have open.
     pub(super) inode: Arc<SharedInode>,
     properties: StorageProperties,
@@ -128,7 +128,7 @@ impl FileStorage {
             buffered.set_len(0).map_err(|e| Error::from_io(&e, Operation::Open))?;
             inode.changed(ByteRange::new(0, u64::MAX));
         }
-        let (appending, locked) = (Mutex::new(None), AtomicBool::new(false));
+        let appending = Mutex::new(None);
         let (untorn, cache_flags) = match align == Alignment::NONE {
             true => (None, probe_dont_cache(&buffered)),
             false => (UntornLimits::of(direct.as_fd(), align).filter(|_| has_flags), Flags::NONE),
@@ -143,7 +143,7 @@ impl FileStorage {
             direct: Some(direct),
             buffered,
             appending,
-            locked,
+            locked_by: AtomicU32::new(0),
             inode,
             properties,
             untorn,
@@ -171,14 +171,14 @@ impl FileStorage {
             zeroing_block: if device { logical_block(&buffered) } else { 1 },
             shares_syncs: false,
         };
-        let (appending, locked) = (Mutex::new(None), AtomicBool::new(false));
+        let appending = Mutex::new(None);
         let inode = SharedInode::of(inode_number(&stat, device));
         let (untorn, cache_flags) = (None, Flags::NONE);
         Ok(Self {
             direct: None,
             buffered,
             appending,
-            locked,
+            locked_by: AtomicU32::new(0),
             inode,
             properties,
             untorn,

@@ -115,7 +115,7 @@ impl FileStorage {
 
     /// Locks the file; if it does not `wait`, it fails with `EAGAIN`.
     pub(crate) fn lock(&self, lock: FileLock, wait: bool) -> Result<(), Error> {
-        self.locked.store(true, Ordering::Relaxed);
+        self.locked_by.store(std::process::id(), Ordering::Relaxed);
         flock(
             &self.buffered,
             match (lock, wait) {
@@ -131,14 +131,18 @@ impl FileStorage {
         flock(&self.buffered, FlockOperation::Unlock)
     }
 
-    /// Whether the file was locked through this handle, and the lock has not ended.
+    /// Whether this process has locked the file through this handle, and the lock has not ended.
     pub(crate) fn is_locked(&self) -> bool {
-        self.locked.load(Ordering::Relaxed)
+        match self.locked_by.load(Ordering::Relaxed) {
+            0 => false,
+            process => process == std::process::id(),
+        }
     }
 
-    /// Ends the lock, if there is one.
+    /// Ends the lock of this process, if it has one: after fork(2) a handle of the child has that of its parent, too.
     pub(crate) fn end_lock(&self) {
-        if self.locked.swap(false, Ordering::Relaxed) {
+        if self.is_locked() {
+            self.locked_by.store(0, Ordering::Relaxed);
             let _ = self.unlock();
         }
     }
