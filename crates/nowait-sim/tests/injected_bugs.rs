@@ -261,7 +261,7 @@ fn a_write_that_reaches_the_disk_before_its_copy_for_a_backup_is_done_is_found()
 }
 
 #[test]
-fn a_write_beside_the_copy_of_a_move_that_is_not_followed_is_found() {
+fn c96_a_write_beside_the_copy_of_a_move_that_is_not_followed_is_found() {
     is_found_in(Mode::Move, InjectedBug::Server(ServerBug::TakeAfterCopy));
 }
 

@@ -12,6 +12,9 @@ use crate::requirements::{require_tool, say_skipped, skip};
 /// Bytes of a file system on a loop device: XFS takes no fewer than 300 MiB. They are a hole.
 const BYTES: u64 = 320 << 20;
 
+/// How file systems on loop devices are made.
+const LOOPS: [(&str, &[&str]); 2] = [("mkfs.ext4", &["-b", "1024"]), ("mkfs.xfs", &[])];
+
 /// A file system on a file, mounted in a temporary directory.
 struct Mounted(tempfile::TempDir);
 
@@ -45,6 +48,24 @@ impl Mounted {
     }
 }
 
+impl Mounted {
+    /// The file system as it is after a loss of power now: what its device has been given, mounted in the place of this one.
+    fn after_power_loss(self) -> Self {
+        let (scratch, cut) = (&self.0, tempfile::tempdir().expect("a temporary directory"));
+        let (file, mount_point) = (cut.path().join("fs"), cut.path().join("mounted"));
+        let copied = output(
+            Command::new("cp").args(["--sparse=always"]).arg(scratch.path().join("fs")).arg(&file),
+        );
+        assert!(copied.status.success(), "{copied:?}");
+        drop(self);
+        std::fs::create_dir(&mount_point).expect("a directory");
+        let mounted =
+            output(Command::new("mount").args(["-o", "loop"]).args([&file, &mount_point]));
+        assert!(mounted.status.success(), "{mounted:?}");
+        Self(cut)
+    }
+}
+
 impl Drop for Mounted {
     fn drop(&mut self) {
         let _ = Command::new("umount").arg(self.path()).output();
@@ -62,10 +83,23 @@ pub fn on_each_file_system(here: &Path, test: impl Fn(&Path, &str)) {
         true => in_directory(Path::new("/dev/shm"), "tmpfs"),
         false => drop(skip("no /dev/shm")),
     }
-    let loops: [(&str, &[&str]); 2] = [("mkfs.ext4", &["-b", "1024"]), ("mkfs.xfs", &[])];
-    for (mkfs, options) in loops {
+    for (mkfs, options) in LOOPS {
         if let Some(mounted) = Mounted::new(mkfs, options) {
             in_directory(&mounted.path(), mkfs);
         }
+    }
+}
+
+/// Runs `change` in an empty directory of each file system on a loop device, and `check` in that directory after a loss of
+/// power directly behind it, with the name of the file system.
+pub fn on_each_loop_after_power_loss(change: impl Fn(&Path), check: impl Fn(&Path, &str)) {
+    for (mkfs, options) in LOOPS {
+        let Some(mounted) = Mounted::new(mkfs, options) else { continue };
+        let directory = |mounted: &Mounted| mounted.path().join("directory");
+        std::fs::create_dir(directory(&mounted)).expect("a directory");
+        rustix::fs::sync();
+        change(&directory(&mounted));
+        let cut = mounted.after_power_loss();
+        check(&directory(&cut), mkfs);
     }
 }

@@ -1,12 +1,15 @@
-//! A child process after fork(2): what works there, and what is refused (C85).
+//! A child process after fork(2): what works there, what is refused (C85), and whose the locks are (C87).
 //!
 //! Invariant: the process that forks has one thread beside those of the library: this program runs itself for that.
 #![allow(unsafe_code)]
 
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
-use nowait::{AsyncFile, BlockingFile, Flags, IoBuffer, LocalAsyncFile, LocalDriver, OpenOptions};
+use nowait::{
+    AsyncFile, BlockingFile, FileLock, Flags, IoBuffer, LocalAsyncFile, LocalDriver, OpenOptions,
+};
 
 /// In the environment of the process that forks: what its parent does before, and the path of the file.
 const FORKING: &str = "NOWAIT_TEST_FORKING_PROCESS";
@@ -125,5 +128,76 @@ fn c85_a_child_has_blocking_files_and_no_engine_beside_one_of_its_parent() {
         let output = process.output().unwrap();
         assert!(output.status.success(), "{before}: {output:?}");
         assert_eq!(std::fs::metadata(&path).unwrap().len(), 34 * LEN as u64 + 10, "{before}");
+    }
+}
+
+/// In the environment of the process that locks and forks: which process closes the file then, and the path of the file.
+const LOCKING: &str = "NOWAIT_TEST_LOCKING_PROCESS";
+
+/// The process that locks and forks; without its variable it has nothing to do. Its child exits when its standard input is closed.
+#[test]
+fn the_locking_process() {
+    let Ok(what) = std::env::var(LOCKING) else { return };
+    let (then, path) = what.split_once(' ').unwrap();
+    let file = BlockingFile::open(Path::new(path), OpenOptions::new()).unwrap();
+    file.lock(FileLock::Exclusive).unwrap();
+    // SAFETY: the child reads, closes files and exits without any destructor but theirs.
+    match unsafe { libc::fork() } {
+        0 => {
+            if then == "child" {
+                drop(file);
+                println!("\nclosed");
+            }
+            let _ = std::io::stdin().read(&mut [0]);
+            // SAFETY: the call has no conditions.
+            unsafe { libc::_exit(0) }
+        }
+        _ => {
+            if then == "parent" {
+                drop(file);
+                println!("\nclosed");
+            } else {
+                println!("\nlocked");
+            }
+            loop {
+                std::thread::park();
+            }
+        }
+    }
+}
+
+#[test]
+fn c87_a_child_after_fork_shares_the_lock_and_only_the_process_that_has_locked_ends_it_by_closing()
+{
+    for (then, line) in [("neither", "locked"), ("child", "closed"), ("parent", "closed")] {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = dir.path().join("locked");
+        std::fs::write(&path, b"locked").unwrap();
+        let own = BlockingFile::open(&path, OpenOptions::new()).unwrap();
+        let is_free = || {
+            let locked = own.try_lock(FileLock::Exclusive).map_err(|error| error.errno());
+            assert!(matches!(locked, Ok(()) | Err(libc::EAGAIN)), "{locked:?}");
+            locked.is_ok_and(|()| own.unlock().is_ok())
+        };
+        if let Err(error) = own.try_lock(FileLock::Exclusive) {
+            nowait_testkit::skip(&format!("no flock(2): {error}"));
+            return;
+        }
+        own.unlock().unwrap();
+        let mut process = Command::new(std::env::current_exe().unwrap());
+        process.args(["--exact", "the_locking_process", "--nocapture", "--test-threads=1"]);
+        process.env(LOCKING, format!("{then} {}", path.display()));
+        nowait_testkit::ends_with_test(&mut process);
+        let mut process = process.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(process.stdout.take().unwrap()).lines();
+        assert!(lines.any(|it| it.unwrap() == line), "{then}");
+        assert_eq!(is_free(), then == "parent", "{then} closes");
+        let child = process.stdin.take();
+        process.kill().unwrap();
+        process.wait().unwrap();
+        // A child that is there, and has not closed the file, still has the lock.
+        assert_eq!(is_free(), then != "neither", "{then} closes, and the parent is killed");
+        drop(child);
+        nowait_testkit::wait_until("the end of the child's lock", is_free);
     }
 }

@@ -15,7 +15,7 @@ use crate::offline::bitmap_changes::{self, NewBitmap};
 use crate::offline::resize::resize;
 use crate::tests::observed_storage::Change;
 use crate::tests::power_loss::{Scene, commit_all, every_cut, options, restore};
-use crate::tests::write_log::record;
+use crate::tests::write_log::{UnsyncedWrites, cut, record};
 
 /// Bits of a bitmap, as it has them at first.
 const BITS: [u8; 9] = [0xa5, 1, 2, 3, 4, 5, 6, 7, 8];
@@ -74,6 +74,27 @@ fn bitmaps_are_there_or_not_at_any_power_cut() {
         });
         restore(&after);
         expected = then;
+    }
+}
+
+#[test]
+fn c77_a_change_of_bitmaps_is_durable_when_it_is_answered() {
+    let scene = Scene::new(Format::Qcow2);
+    let top = scene.path("top");
+    let steps: [Step; 5] = [
+        |chain| add(chain, "a", 4096),
+        |chain| add(chain, "b", 512),
+        |chain| bitmap_changes::clear(chain, "b"),
+        |chain| bitmap_changes::remove(chain, "a"),
+        |chain| bitmap_changes::remove(chain, "b"),
+    ];
+    for (number, step) in steps.into_iter().enumerate() {
+        let before = (scene.files(), listed(&top));
+        let log = record(|| step(&Chain::open(&top, &options(true)).unwrap()).unwrap());
+        let then = listed(&top);
+        assert_ne!(then, before.1, "step {number}");
+        restore(&cut(&before.0, &log, UnsyncedWrites::Lost));
+        assert_eq!(listed(&top), then, "step {number}");
     }
 }
 

@@ -18,17 +18,17 @@ fn options(writable: bool) -> ChainOptions {
     ChainOptions { writable, locking, direct, ..ChainOptions::default() }
 }
 
-fn open(path: &Path, writable: bool) -> Result<Image, ImageError> {
+pub(crate) fn open(path: &Path, writable: bool) -> Result<Image, ImageError> {
     nowait_image::open(path, &options(writable))
 }
 
-fn add(path: &Path, name: &str, granularity: u64) -> Result<(), ImageError> {
+pub(crate) fn add(path: &Path, name: &str, granularity: u64) -> Result<(), ImageError> {
     let new = NewBitmap { name: name.into(), granularity, enabled: true };
     bitmap_changes::add(&Chain::open(path, &options(true)).unwrap(), &new, None)
 }
 
 /// An image of `size` bytes in a directory of its own.
-fn image(size: u64, cluster_bytes: u64) -> (tempfile::TempDir, PathBuf) {
+pub(crate) fn image(size: u64, cluster_bytes: u64) -> (tempfile::TempDir, PathBuf) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.qcow2");
     let usual = CreateOptions::new(Format::Qcow2, Some(size));
@@ -46,7 +46,7 @@ fn refusal(path: &Path) -> String {
 }
 
 /// The position of the entry of bitmap `name` in `bytes`.
-fn entry_of(bytes: &[u8], name: &str) -> usize {
+pub(crate) fn entry_of(bytes: &[u8], name: &str) -> usize {
     bytes.windows(name.len()).rposition(|found| found == name.as_bytes()).unwrap() - 24
 }
 

@@ -6,6 +6,7 @@
 
 mod images;
 
+mod bitmap_rules;
 mod bitmaps;
 mod check;
 mod commit;

@@ -33,6 +33,9 @@ const LONG_YIELD: Duration = Duration::from_millis(1);
 /// After a long yield so many waits sleep.
 const WAITS_AT_REST: u32 = 1024;
 
+/// Of the writes of a lone caller one of so many is timed: reading the clock twice takes time, too.
+const LONE_WRITES_PER_TIME: u32 = 16;
+
 /// Runs a job that may block, on another thread.
 pub(crate) type Spawn = Arc<dyn Fn(Box<dyn FnOnce() + Send>) + Send + Sync>;
 
@@ -54,6 +57,8 @@ struct State {
     last_records: usize,
     /// How long its write and sync took.
     last_write: Duration,
+    /// Writes since then that were not timed.
+    untimed: u32,
     /// A record found no room in the group, and its caller waits for some.
     is_full: bool,
     /// The leader waits for more records.
@@ -274,21 +279,24 @@ impl AppendQueue {
         let next = Group { buffer: memory, ..Group::default() };
         let mut group = std::mem::replace(&mut state.group, next);
         state.last_records = group.buffer.records();
+        let is_lone = group.threads == 1 && group.buffer.records() == 1;
+        let is_timed = !is_lone || state.untimed + 1 >= LONE_WRITES_PER_TIME;
+        state.untimed = if is_timed { 0 } else { state.untimed + 1 };
         if std::mem::take(&mut state.is_full) {
             self.room.notify_all();
         }
         state.tasks.drain(..).for_each(Waker::wake);
         let broken = state.broken;
         drop(state);
-        let begun = Instant::now();
+        let begun = is_timed.then(Instant::now);
         let result = match broken {
             Some(error) => Err(WriteFailure::Refused(error)),
             None => self.write(&mut group.buffer),
         };
-        let last_write = begun.elapsed();
+        let last_write = begun.map(|begun| begun.elapsed());
         group.buffer.clear();
         let mut state = self.lock();
-        state.last_write = last_write;
+        state.last_write = last_write.unwrap_or(state.last_write);
         state.memory = group.buffer;
         if let Err(WriteFailure::Broken(error)) = result {
             state.broken = Some(error);

@@ -25,7 +25,11 @@ struct Placed {
 pub(crate) struct GroupBuffer {
     memory: IoBuffer,
     used: usize,
+    /// From here on the memory is zeros.
+    written: usize,
     records: Vec<Placed>,
+    /// The checks of the records, one after the other.
+    checks: Vec<u8>,
 }
 
 impl GroupBuffer {
@@ -57,14 +61,14 @@ impl GroupBuffer {
             let mut larger = IoBuffer::zeroed(bytes as usize)?;
             let used = self.memory.get(..self.used).unwrap_or_default();
             larger.get_mut(..self.used).unwrap_or_default().copy_from_slice(used);
-            self.memory = larger;
+            (self.memory, self.written) = (larger, self.used);
         }
         let from = at + RECORD_HEADER;
         let place = self.memory.get_mut(from..from + data.len()).unwrap_or_default();
         place.copy_from_slice(data);
         // The memory is used again: what is between the data and the next record is of an earlier group.
         self.memory.get_mut(from + data.len()..end).unwrap_or_default().fill(0);
-        self.used = end;
+        (self.used, self.written) = (end, self.written.max(end));
         self.records.push(Placed { at: at as u32, len: data.len() as u32, data: check });
         Ok(at as u32)
     }
@@ -76,21 +80,26 @@ impl GroupBuffer {
 
     /// The blocks of the group, with all headers, to be written at `position`.
     pub(crate) fn blocks(&mut self, layout: Layout, position: u64) -> &[u8] {
-        let mut checks = Vec::with_capacity(self.records.len() * 8);
+        self.checks.clear();
         for (n, &Placed { at, len, data }) in self.records.iter().enumerate() {
             let header = RecordHeader { len, is_last: n + 1 == self.records.len(), data };
             let to = self.memory.get_mut(at as usize..).unwrap_or_default();
             let check = layout.write_record(header, position + u64::from(at), to);
-            checks.extend(check.to_le_bytes());
+            self.checks.extend(check.to_le_bytes());
         }
         let header = GroupHeader {
             bytes: self.used as u32,
             records: self.records.len() as u32,
-            check: check_of(&checks),
+            check: check_of(&self.checks),
         };
         layout.write_group(header, position, &mut self.memory);
         let padded = self.padded() as usize;
-        self.memory.get_mut(self.used..padded).unwrap_or_default().fill(0);
+        // An earlier group may have been longer.
+        let end = padded.min(self.written);
+        self.memory.get_mut(self.used..end).unwrap_or_default().fill(0);
+        if self.written <= padded {
+            self.written = self.used;
+        }
         self.memory.get(..padded).unwrap_or_default()
     }
 
@@ -99,7 +108,37 @@ impl GroupBuffer {
         self.records.clear();
         self.used = 0;
         if self.memory.len() as u64 > GROUP_BYTES {
-            self.memory = IoBuffer::default();
+            (self.memory, self.written) = (IoBuffer::default(), 0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::log::log_format::check_of;
+    use nowait_testkit::{Random, seed};
+
+    #[test]
+    fn behind_the_last_record_are_zeros_whatever_the_groups_before_had() {
+        let mut random = Random::from_seed(seed());
+        let layout = Layout { id: 7, segment_bytes: 4 << 20 };
+        let mut buffer = GroupBuffer::default();
+        for round in 0..400 {
+            for _ in 0..1 + random.below(5) {
+                let data = vec![0xff; 1 + random.below(6000) as usize];
+                buffer.push(&data, check_of(&data)).unwrap();
+            }
+            let (used, padded) = (buffer.used, buffer.padded() as usize);
+            // A group that is refused was not laid out.
+            if random.below(8) > 0 {
+                let blocks = buffer.blocks(layout, layout.first_group(1));
+                assert_eq!(blocks.len(), padded, "{round}");
+                assert!(blocks[used..].iter().all(|byte| *byte == 0), "{round}: {used}");
+            }
+            let behind = &buffer.memory[buffer.written..];
+            assert!(behind.iter().all(|byte| *byte == 0), "{round}");
+            buffer.clear();
         }
     }
 }

@@ -9,7 +9,7 @@ pub(crate) mod pending_transfer;
 pub(crate) mod queue_files;
 mod epoll;
 mod null;
-mod preadv2;
+pub(crate) mod preadv2;
 pub(crate) mod linux_aio;
 mod aio_threads;
 mod uring;

@@ -8,12 +8,13 @@ use std::fs::File;
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::AtomicU32;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom, Stat};
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
+use crate::queue::preadv2;
 use crate::read_ahead::ahead_reads::AheadSource;
 use crate::read_ahead::shared_inode::{InodeNumber, SharedInode};
 use crate::storage::open_options::OpenOptions;
@@ -37,10 +38,10 @@ pub struct FileStorage {
     /// and the last block of a file that ends inside it. Syncs use it too; see
     /// [`FileStorage::sync`].
     pub(super) buffered: Arc<File>,
-    /// The file offset of `buffered`, which only an append uses.
-    pub(super) appending: Mutex<()>,
-    /// Whether the file was locked through this handle.
-    pub(super) locked: AtomicBool,
+    /// The file offset of the descriptor that appends use: `buffered`, or where pwritev2(2) is forbidden another one.
+    pub(super) appending: Mutex<Option<File>>,
+    /// The process that has locked the file through this handle; 0: none.
+    pub(super) locked_by: AtomicU32,
     /// The file, which other handles of the process may have open.
     pub(super) inode: Arc<SharedInode>,
     properties: StorageProperties,
@@ -86,7 +87,15 @@ impl FileStorage {
             let page = u32::try_from(rustix::param::page_size()).unwrap_or(u32::MAX);
             opened.align.offset = opened.align.offset.max(page);
         }
-        Self::with(opened, options, |_, _| true)
+        let file = Self::with(opened, options, |_, _| true)?;
+        if !file.properties.device
+            && !options.read_only
+            && preadv2::is_write_forbidden(file.buffered.as_fd())
+        {
+            let appending = file.open_to_append()?;
+            *file.appending.lock().unwrap_or_else(PoisonError::into_inner) = Some(appending);
+        }
+        Ok(file)
     }
 
     fn with(
@@ -100,7 +109,9 @@ impl FileStorage {
             return Err(Error::new(libc::ENOMEDIUM, Operation::Open));
         }
         let read_only = options.read_only;
-        let nowait = !is_on_fuse(direct.as_fd()) && probe_nowait(direct.as_fd(), align);
+        let has_flags = !preadv2::is_write_forbidden(direct.as_fd());
+        let nowait =
+            has_flags && !is_on_fuse(direct.as_fd()) && probe_nowait(direct.as_fd(), align);
         let properties = StorageProperties {
             align,
             read_only,
@@ -117,10 +128,10 @@ impl FileStorage {
             buffered.set_len(0).map_err(|e| Error::from_io(&e, Operation::Open))?;
             inode.changed(ByteRange::new(0, u64::MAX));
         }
-        let (appending, locked) = (Mutex::new(()), AtomicBool::new(false));
+        let appending = Mutex::new(None);
         let (untorn, cache_flags) = match align == Alignment::NONE {
             true => (None, probe_dont_cache(&buffered)),
-            false => (UntornLimits::of(direct.as_fd(), align), Flags::NONE),
+            false => (UntornLimits::of(direct.as_fd(), align).filter(|_| has_flags), Flags::NONE),
         };
         if options.untorn && untorn.is_none() {
             return Err(Error::new(libc::EOPNOTSUPP, Operation::Open));
@@ -132,7 +143,7 @@ impl FileStorage {
             direct: Some(direct),
             buffered,
             appending,
-            locked,
+            locked_by: AtomicU32::new(0),
             inode,
             properties,
             untorn,
@@ -160,14 +171,14 @@ impl FileStorage {
             zeroing_block: if device { logical_block(&buffered) } else { 1 },
             shares_syncs: false,
         };
-        let (appending, locked) = (Mutex::new(()), AtomicBool::new(false));
+        let appending = Mutex::new(None);
         let inode = SharedInode::of(inode_number(&stat, device));
         let (untorn, cache_flags) = (None, Flags::NONE);
         Ok(Self {
             direct: None,
             buffered,
             appending,
-            locked,
+            locked_by: AtomicU32::new(0),
             inode,
             properties,
             untorn,
@@ -231,10 +242,9 @@ impl Storage for FileStorage {
         flags: Flags,
     ) -> Result<usize, Error> {
         let passed = Flags::HIPRI | self.cache_flags;
-        let flags = ReadWriteFlags::from_bits_retain(flags.rw_flags(passed) as u32);
         let segments = bufs.iter().map(|buf| (buf.as_ptr(), buf.len()));
         let fd = self.descriptor_for(pos, self.properties.align.read_offset, segments);
-        retry_on_intr(|| rustix::io::preadv2(fd, bufs, pos, flags)).map_err(|error| {
+        preadv2::read(fd, bufs, pos, flags.rw_flags(passed)).map_err(|error| {
             let len = bufs.iter().map(|buf| buf.len() as u64).sum();
             Error::from_os(error, Operation::Read).at(ByteRange::new(pos, len))
         })
@@ -244,8 +254,7 @@ impl Storage for FileStorage {
         let segments = bufs.iter().map(|buf| (buf.as_ptr(), buf.len()));
         let fd = self.descriptor_for(pos, self.properties.align.offset, segments);
         let passed = Flags::OF_TRANSFERS | self.cache_flags;
-        let flags = ReadWriteFlags::from_bits_retain(flags.rw_flags(passed) as u32);
-        let written = retry_on_intr(|| rustix::io::pwritev2(fd, bufs, pos, flags));
+        let written = preadv2::write(fd, bufs, pos, flags.rw_flags(passed));
         let range = ByteRange::new(pos, bufs.iter().map(|buf| buf.len() as u64).sum());
         self.inode.changed(range);
         written.map_err(|error| Error::from_os(error, Operation::Write).at(range))
@@ -381,7 +390,9 @@ fn probe_nowait(fd: BorrowedFd<'_>, align: Alignment) -> bool {
     };
     let mut slices = [IoSliceMut::new(&mut buffer)];
     let read = rustix::io::preadv2(fd, &mut slices, 0, ReadWriteFlags::NOWAIT);
-    !matches!(read, Err(Errno::OPNOTSUPP | Errno::INVAL))
+    !read.is_err_and(|error| {
+        matches!(error, Errno::OPNOTSUPP | Errno::INVAL) || preadv2::is_forbidden(error)
+    })
 }
 
 /// [`Flags::DONT_CACHE`] if a small read through the page cache may have it.

@@ -1,16 +1,17 @@
 //! The calls to a file that a disk does not have: appending, allocating, locking, naming.
 //!
-//! Invariant: the file offset of the descriptor is used by appends only, one at a time.
+//! Invariant: the file offset of a descriptor is used by appends only, one at a time.
 
 use std::fs::{File, Metadata};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
-use rustix::fs::{AtFlags, CWD, FallocateFlags, FlockOperation, SeekFrom};
+use rustix::fs::{AtFlags, CWD, FallocateFlags, FlockOperation, Mode, OFlags, SeekFrom};
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
+use crate::queue::preadv2;
 use crate::storage::Storage;
 use crate::storage::file::FileStorage;
 use crate::types::byte_range::ByteRange;
@@ -47,18 +48,28 @@ impl FileStorage {
     /// The errno of pwritev2(2); a part of the data may then be at the end of the file. `EIO` if
     /// another process has appended between two parts of them.
     pub(crate) fn append(&self, data: &mut WriteCursor<'_>) -> Result<u64, Error> {
-        let _offset = self.appending.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut appending = self.appending.lock().unwrap_or_else(PoisonError::into_inner);
         let mut first = None;
         let mut next = self.size()?;
         while !data.is_empty() {
             let range = ByteRange::new(next, data.len());
             let failed = |error| Error::from_os(error, Operation::Write).at(range);
-            let written = data.with_slices(|slices| {
-                let append = ReadWriteFlags::APPEND;
-                retry_on_intr(|| rustix::io::pwritev2(&self.buffered, slices, FILE_OFFSET, append))
+            let written = data.with_slices(|slices| match &*appending {
+                Some(file) => retry_on_intr(|| rustix::io::writev(file, slices)),
+                None => {
+                    let append = ReadWriteFlags::APPEND;
+                    retry_on_intr(|| {
+                        rustix::io::pwritev2(&self.buffered, slices, FILE_OFFSET, append)
+                    })
+                }
             });
+            if appending.is_none() && written.is_err_and(preadv2::is_forbidden) {
+                *appending = Some(self.open_to_append()?);
+                continue;
+            }
             let count = written.map_err(failed)? as u64;
-            let end = rustix::fs::seek(&self.buffered, SeekFrom::Current(0)).map_err(failed)?;
+            let file = appending.as_ref().map_or(self.buffered.as_fd(), AsFd::as_fd);
+            let end = rustix::fs::seek(file, SeekFrom::Current(0)).map_err(failed)?;
             if count == 0 || first.is_some() && end - count != next {
                 return Err(failed(Errno::IO));
             }
@@ -68,6 +79,15 @@ impl FileStorage {
             next = end;
         }
         Ok(first.unwrap_or(next))
+    }
+
+    /// The file once more, for appends without `RWF_APPEND`.
+    pub(super) fn open_to_append(&self) -> Result<File, Error> {
+        let path = format!("/proc/self/fd/{}", self.buffered.as_raw_fd());
+        let flags = OFlags::WRONLY | OFlags::APPEND | OFlags::CLOEXEC;
+        retry_on_intr(|| rustix::fs::open(path.as_str(), flags, Mode::empty()))
+            .map(File::from)
+            .map_err(|error| Error::from_os(error, Operation::Open))
     }
 
     /// Allocates storage for the holes in `range`, which still read as zeros.
@@ -95,7 +115,7 @@ impl FileStorage {
 
     /// Locks the file; if it does not `wait`, it fails with `EAGAIN`.
     pub(crate) fn lock(&self, lock: FileLock, wait: bool) -> Result<(), Error> {
-        self.locked.store(true, Ordering::Relaxed);
+        self.locked_by.store(std::process::id(), Ordering::Relaxed);
         flock(
             &self.buffered,
             match (lock, wait) {
@@ -111,14 +131,18 @@ impl FileStorage {
         flock(&self.buffered, FlockOperation::Unlock)
     }
 
-    /// Whether the file was locked through this handle, and the lock has not ended.
+    /// Whether this process has locked the file through this handle, and the lock has not ended.
     pub(crate) fn is_locked(&self) -> bool {
-        self.locked.load(Ordering::Relaxed)
+        match self.locked_by.load(Ordering::Relaxed) {
+            0 => false,
+            process => process == std::process::id(),
+        }
     }
 
-    /// Ends the lock, if there is one.
+    /// Ends the lock of this process, if it has one: after fork(2) a handle of the child has that of its parent, too.
     pub(crate) fn end_lock(&self) {
-        if self.locked.swap(false, Ordering::Relaxed) {
+        if self.is_locked() {
+            self.locked_by.store(0, Ordering::Relaxed);
             let _ = self.unlock();
         }
     }

@@ -108,6 +108,12 @@ impl Error {
     }
 }
 
+/// Whether a system call that failed with `errno` may have failed because a filter (seccomp(2)) forbids it, or because
+/// the kernel does not have it.
+pub(crate) const fn is_of_a_filter(errno: i32) -> bool {
+    matches!(errno, libc::EPERM | libc::EACCES | libc::ENOSYS)
+}
+
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let reason = io::Error::from_raw_os_error(self.errno);

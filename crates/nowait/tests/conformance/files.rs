@@ -73,6 +73,34 @@ pub(crate) fn open(image: &Image, case: &Case) -> Arc<BlockDevice<AllocationCach
     Arc::new(BlockDevice::open_file(&image.path, options).unwrap())
 }
 
+/// Runs `test` on a file of `size` bytes of zeros by every API on every queue that moves data, by direct I/O and through the
+/// page cache.
+pub(crate) fn on_files_with_all_on(size: u64, test: impl Fn(&mut dyn FileApi)) {
+    let is_wanted =
+        |case: &Case| case.label.ends_with("all on") || case.options.direct == Direct::Off;
+    for case in cases(&REAL).into_iter().filter(is_wanted) {
+        let image = Image::new(size, Content::Hole);
+        let disk = open(&image, &case);
+        if let Some(mut rig) = Rig::on(&case, image, disk) {
+            test(&mut rig);
+        }
+        for several_threads in [false, true] {
+            let image = Image::new(size, Content::Hole);
+            let disk = open(&image, &case);
+            if let Some(mut files) = AsyncFiles::on(&case, image, disk, several_threads) {
+                test(&mut files);
+            }
+        }
+    }
+    for direct in [Direct::Auto, Direct::Off] {
+        let image = Image::new(size, Content::Hole);
+        let file = BlockingFile::open(&image.path, OpenOptions::new().direct(direct)).unwrap();
+        let label = format!("BlockingFile, {direct:?}");
+        let direct = file.disk().is_direct();
+        test(&mut Blocking { file, image, direct, label });
+    }
+}
+
 /// Runs `test` on a file of `size` bytes by every API, those with an engine with each switch off on every
 /// queue that moves data.
 pub(crate) fn on_files(size: u64, content: Content, test: impl Fn(&mut dyn FileApi)) {

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use nowait::{Allocate, BlockDevice, BlockingFile, ByteRange, Flags, Op, OpenOptions};
 
 use crate::deny::{Deny, denied};
-use crate::files::{FileApi, on_files, open};
+use crate::files::{FileApi, on_files, on_files_with_all_on, open};
 use crate::rig::{
     ALL, Api, BLOCK, Content, Image, KIB, MIB, POISON, REAL, Random, Rig, buffered, cases,
     dirty_pages, on_apis, pattern,
@@ -22,6 +22,7 @@ rules![
     c57_a_write_across_the_end_is_whole,
     c57_a_disk_does_not_become_a_file,
     c58_the_size_is_exact_after_every_write,
+    c58_a_file_that_ends_anywhere_near_the_border_of_a_block_is_exact,
     c58_no_other_byte_is_written_than_those_of_the_request,
     c59_what_others_append_or_cut_off_is_seen_by_the_next_request,
     c60_a_size_that_is_set_cuts_off_or_adds_zeros,
@@ -221,6 +222,42 @@ fn c58_the_size_is_exact_after_every_write() {
 }
 
 /// A byte that another handle has written stays, wherever in the page it is.
+/// Sizes from 0 to 2 blocks: each of those near the border of a sector or a block, as they grow and as they are cut off.
+fn c58_a_file_that_ends_anywhere_near_the_border_of_a_block_is_exact() {
+    let near = |border: u64| border.saturating_sub(7)..border + 8;
+    let mut sizes: Vec<u64> = (0..=2 * BLOCK).step_by(512).flat_map(near).collect();
+    sizes.extend([1000, 3000, 5000, 7000]);
+    on_files_with_all_on(0, |api| {
+        for &size in &sizes {
+            let label = format!("{size} {}", api.label());
+            let mut expected = pattern(size, size);
+            api.set_len(0).unwrap();
+            assert_eq!(api.write(0, &expected, Flags::NONE), Ok(size), "{label}");
+            assert_eq!(api.size(), size, "{label}");
+            // One byte across the end and one behind it, then a whole block from the end on.
+            let across = size.saturating_sub(1);
+            assert_eq!(api.write(across, &[7; 2], Flags::NONE), Ok(2), "{label}");
+            expected.resize(across as usize, 0);
+            expected.extend([7; 2]);
+            assert!(content(api) == expected, "{label}");
+            let (end, from) = (size + BLOCK, size);
+            let block = pattern(size + 3, BLOCK);
+            assert_eq!(api.write(from, &block, Flags::DSYNC), Ok(BLOCK), "{label}");
+            expected.truncate(size as usize);
+            expected.extend(&block);
+            assert_eq!(api.size(), end, "{label}");
+            assert!(content(api) == expected, "{label}");
+            for (pos, len) in [(0, end), (across, BLOCK), (end - 1, BLOCK), (end, 1), (0, MIB)] {
+                let bytes = &expected[pos as usize..end.min(pos + len) as usize];
+                assert!(api.read(pos, len).as_deref() == Ok(bytes), "{pos} {len} {label}");
+            }
+            api.set_len(size).unwrap();
+            assert!(api.read(0, MIB).as_deref() == Ok(&expected[..size as usize]), "{label}");
+            assert_eq!(api.read(size, 1), Ok(Vec::new()), "{label}");
+        }
+    });
+}
+
 fn c58_no_other_byte_is_written_than_those_of_the_request() {
     on_files(64 * KIB, Content::Data, |api| {
         let others = buffered(&api.image().path);

@@ -25,6 +25,8 @@ struct Gate {
     opened: Condvar,
     /// Calls that have begun.
     begun: std::sync::atomic::AtomicUsize,
+    /// The bytes of each write, as its memory was when the gate had opened.
+    written: Mutex<Vec<Vec<u8>>>,
     /// Transfers of a storage that makes them itself.
     transfers: Option<Arc<HeldTransfers>>,
 }
@@ -78,7 +80,10 @@ impl Storage for Gated {
 
     fn write(&self, bufs: &[IoSlice<'_>], _pos: u64, _flags: Flags) -> Result<usize, Error> {
         self.0.pass();
-        Ok(bufs.iter().map(|buf| buf.len()).sum())
+        let bytes: Vec<u8> = bufs.iter().flat_map(|buf| buf.iter().copied()).collect();
+        let len = bytes.len();
+        self.0.written.lock().unwrap().push(bytes);
+        Ok(len)
     }
 
     fn sync(&self) -> Result<(), Error> {
@@ -206,6 +211,15 @@ fn c84_a_future_whose_time_is_over_ends_and_its_request_goes_on() {
         let (disk, workers) = (gated(&gate), WorkerPool::new(2));
         let time = Duration::from_millis(2);
         let buffer = || IoBuffer::zeroed(BLOCK).unwrap();
+        let data = || {
+            let mut data = buffer();
+            data.fill(0xab);
+            data
+        };
+        // Memory that was freed would be used by one of these.
+        let reuse = || {
+            (0..64).for_each(|_| buffer().fill(0xee));
+        };
         let late = |(done, buffer): (Result<usize, Error>, IoBuffer)| {
             assert_eq!(done.map_err(|error| error.errno()), Err(libc::ETIMEDOUT), "{local}");
             assert!(buffer.is_empty(), "the engine has it");
@@ -214,8 +228,9 @@ fn c84_a_future_whose_time_is_over_ends_and_its_request_goes_on() {
             let queue = TestQueueKind::Null.queue(config.slots).unwrap();
             let file = LocalAsyncFile::with_queue(disk, workers, queue, config).unwrap();
             let timed = file.clone().with_timeout(time);
-            late(driver.block_on(timed.write_at(buffer(), 0, Flags::NONE)));
+            late(driver.block_on(timed.write_at(data(), 0, Flags::NONE)));
             late(driver.block_on(timed.read_at(buffer(), 0)));
+            reuse();
             gate.open();
             assert_eq!(driver.block_on(file.read_at(buffer(), 0)).0, Ok(BLOCK));
             let long = file.with_timeout(Duration::from_secs(3600));
@@ -224,14 +239,19 @@ fn c84_a_future_whose_time_is_over_ends_and_its_request_goes_on() {
             let make = move || TestQueueKind::Null.try_queue(config.slots);
             let file = AsyncFile::with_queue(disk, workers, config, make).unwrap();
             let timed = file.clone().with_timeout(time);
-            late(driver.block_on(timed.write_at(buffer(), 0, Flags::NONE)));
+            late(driver.block_on(timed.write_at(data(), 0, Flags::NONE)));
             late(driver.block_on(timed.read_at(buffer(), 0)));
+            reuse();
             gate.open();
             assert_eq!(driver.block_on(file.read_at(buffer(), 0)).0, Ok(BLOCK));
             let long = file.with_timeout(Duration::MAX);
             assert_eq!(driver.block_on(long.read_at(buffer(), 0)).0, Ok(BLOCK));
         }
         nowait_testkit::wait_until("the late ones are done", || gate.begun() >= 4);
+        nowait_testkit::wait_until("the write is made", || {
+            !gate.written.lock().unwrap().is_empty()
+        });
+        assert!(*gate.written.lock().unwrap() == [[0xab; BLOCK]], "{local}: its memory was freed");
     }
 }
 

@@ -22,7 +22,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::queue::event_source::{EventSource, Interest, check_fd_token};
 use crate::queue::{IoQueue, QueueFile, QueueFull};
-use crate::types::error::{Error, Operation};
+use crate::types::error::{Error, Operation, is_of_a_filter};
 use crate::types::token::{self, RING_ONCE, RING_OWN, Token};
 use crate::types::transfer::{Outcome, Transfer};
 use iopoll::IopollRing;
@@ -172,14 +172,7 @@ impl Uring {
     /// not know the question (`EINVAL`).
     fn try_registration(ring: &IoUring) -> std::io::Result<()> {
         match ring.submitter().register_probe(&mut Probe::new()) {
-            Err(error)
-                if matches!(
-                    error.raw_os_error(),
-                    Some(libc::EPERM | libc::EACCES | libc::ENOSYS)
-                ) =>
-            {
-                Err(error)
-            }
+            Err(error) if error.raw_os_error().is_some_and(is_of_a_filter) => Err(error),
             _ => Ok(()),
         }
     }
