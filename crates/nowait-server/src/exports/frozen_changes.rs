@@ -83,7 +83,9 @@ mod tests {
             assert_eq!(changes.take(0, 9), all);
         }
         let mut found = Vec::new();
-        while let [range] = changes.take(found.last().map_or(0, ByteRange::end), 1)[..] {
+        while let [range] =
+            changes.take(found.last().map_or(0, |last: &ByteRange| last.end()), 1)[..]
+        {
             found.push(range);
         }
         assert_eq!(found, all);
