@@ -104,4 +104,7 @@ pub struct StartReplication {
     /// Bytes a second that are copied at most, at least 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate_bytes: Option<u64>,
+    /// Store what the target lacks with the disk, and go on from what is stored.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub resume: bool,
 }

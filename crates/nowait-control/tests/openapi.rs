@@ -110,6 +110,7 @@ fn move_schemas() -> [(&'static str, BTreeSet<String>); 4] {
     let every = StartReplication {
         every_seconds: Some(1),
         rate_bytes: Some(1),
+        resume: true,
         ..StartReplication::default()
     };
     [

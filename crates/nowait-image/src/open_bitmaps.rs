@@ -221,3 +221,107 @@ impl OpenBitmaps {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::io::{self, Read};
+    use std::path::{Path, PathBuf};
+    use std::sync::Mutex;
+
+    use nowait::internal::WriteGuard;
+
+    use super::*;
+    use crate::formats::qcow2::bitmap_editor::NewBitmap;
+    use crate::qcow2_disk::open_regions::SMALL_SHIFT;
+    use crate::raw_bitmaps::bitmaps_file_system::{BitmapsFileSystem, Fill, HostFileSystem};
+
+    const REGION: u64 = 1 << SMALL_SHIFT;
+    const GRANULARITY: u64 = 4096;
+    const NAME: &str = "b";
+
+    /// A file system on which a loss of power takes a name that was not made durable.
+    #[derive(Debug, Default)]
+    struct LosesNames {
+        /// The file that a loss of power brings back.
+        before: Mutex<Option<PathBuf>>,
+    }
+
+    impl BitmapsFileSystem for LosesNames {
+        fn is_there(&self, path: &Path) -> bool {
+            HostFileSystem.is_there(path)
+        }
+
+        fn open(&self, path: &Path, opening: Opening) -> Result<ImageFile, ImageError> {
+            HostFileSystem.open(path, opening)
+        }
+
+        fn write(&self, path: &Path, replaces: bool, fill: Fill<'_>) -> Result<(), ImageError> {
+            if replaces {
+                let before = path.with_extension("before");
+                fs::hard_link(path, &before).unwrap();
+                *self.before.lock().unwrap() = Some(before);
+            }
+            HostFileSystem.write(path, replaces, fill)
+        }
+
+        fn settle_name(&self, path: &Path) -> io::Result<()> {
+            HostFileSystem.settle_name(path)?;
+            self.before.lock().unwrap().take().map_or(Ok(()), fs::remove_file)
+        }
+    }
+
+    impl LosesNames {
+        fn lose_power(&self, path: &Path) {
+            let before = self.before.lock().unwrap().take();
+            before.into_iter().for_each(|before| fs::rename(before, path).unwrap());
+        }
+    }
+
+    /// The bitmaps in `place`, opened by a process that is killed later.
+    fn open(place: &BitmapsPlace) -> Arc<BitmapStore> {
+        let (writable, locking) = (true, Locking::Unlocked);
+        let options = ChainOptions { writable, locking, ..ChainOptions::default() };
+        let opened = RawBitmaps::at(Some(place.clone()), false, &options, &mut Vec::new());
+        opened.unwrap().open.unwrap().store.unwrap()
+    }
+
+    /// The number of the first dirty granule of each region that has one.
+    fn dirty_regions(store: &BitmapStore) -> Vec<u64> {
+        let mut bits = Vec::new();
+        store.stored_bits(NAME).unwrap().read_to_end(&mut bits).unwrap();
+        let is_set = |granule: &u64| bits[(granule / 8) as usize] & 1 << (granule % 8) != 0;
+        let granules = (0..bits.len() as u64 * 8).filter(is_set);
+        let mut regions: Vec<_> = granules.map(|at| at * GRANULARITY / REGION).collect();
+        regions.dedup();
+        regions
+    }
+
+    #[test]
+    fn a_loss_of_power_brings_back_no_older_file_below_bits_that_were_stored_since() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk");
+        let size = 4 * REGION;
+        fs::File::create(&path).unwrap().set_len(size).unwrap();
+        let file = Arc::new(ImageFile::open(&path, true).unwrap());
+        let file_system = Arc::new(LosesNames::default());
+        let place = BitmapsPlace::of(&file, None, None).unwrap().unwrap();
+        let place = BitmapsPlace { file_system: file_system.clone(), ..place };
+        let new = NewBitmap { name: NAME.into(), granularity: GRANULARITY, enabled: true };
+        place.add(&new).unwrap();
+        let write = |region: u64| {
+            let store = open(&place);
+            let range = ByteRange::new(region * REGION, 1);
+            assert!(!store.is_open(range));
+            store.admit(range).unwrap();
+        };
+        write(0);
+        // The disk grows; the next process is killed when the file for it has its name.
+        file.set_len(2 * size).unwrap();
+        place.fit(2 * size, Some(size)).unwrap();
+        write(2);
+        file_system.lose_power(place.path());
+        // A file whose process was killed before it used it is not known to have all changes. The older one would lack region 2.
+        assert_eq!(dirty_regions(&open(&place)), [0, 1, 2, 3, 4, 5, 6, 7]);
+    }
+}

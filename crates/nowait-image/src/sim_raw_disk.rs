@@ -53,6 +53,10 @@ impl BitmapsFileSystem for SimFile {
         self.device.put_on(None, &bytes);
         Ok(())
     }
+
+    fn settle_name(&self, _: &Path) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 /// A raw disk and its bitmaps, as one process sees them.

@@ -5,6 +5,7 @@
 
 pub(crate) mod changed_ranges;
 pub(crate) mod change_tracker;
+pub(crate) mod frozen_changes;
 #[cfg(feature = "sim")]
 pub(crate) mod sim_changes;
 mod export_backups;

@@ -70,6 +70,7 @@ pub use export::{Export, ExportId};
 pub use export_error::ExportError;
 pub use exports::change_tracker::ChangeTracker;
 pub use exports::changed_ranges::{ChangedRanges, copy_changes};
+pub use exports::frozen_changes::FrozenChanges;
 #[cfg(feature = "sim")]
 pub use exports::sim_changes::SimChanges;
 pub use exports::{ExportChanges, ExportStatus, Exports};

@@ -1,16 +1,22 @@
 //! The bits of stored bitmaps on storage, while the disk is served and written to.
 //!
-//! Invariant: no clock decides: regions cool when they are told to.
+//! Invariant: no clock decides what is asserted: regions cool when they are told to, or a test waits until they have.
 
 use std::io::Read;
 use std::path::Path;
+use std::thread::JoinHandle;
+use std::time::Duration;
 
+use nowait::Error;
 use nowait_image::bitmap_changes::{NewBitmap, add_to_new};
 use nowait_image::create::{CreateOptions, create};
 use nowait_image::{ChainOptions, Format, Image, Locking};
-use nowait_server::{AnyExport, BitmapSpec, ExportOptions, Listener, Options, Server};
+use nowait_server::{
+    AnyExport, BitmapSpec, ExportOptions, Exports, Listener, Options, Server, ShutdownHandle,
+    ShutdownReport,
+};
 use nowait_testkit::nbd::{Client, Command, Mode};
-use nowait_testkit::{BOUND, Scratch};
+use nowait_testkit::{BOUND, Scratch, wait_until};
 
 const SIZE: u64 = 64 << 20;
 /// Bytes of a region.
@@ -49,12 +55,21 @@ fn stored(path: &Path, format: Format) -> u32 {
     all.iter().map(|byte| byte.count_ones()).sum()
 }
 
-#[test]
-fn c90_a_region_without_changes_between_two_calls_is_exact_on_storage_while_it_is_served() {
-    for format in [Format::Qcow2, Format::Raw] {
+/// A server of an image with a bitmap, on two threads.
+struct Served {
+    directory: Scratch,
+    format: Format,
+    image: Image,
+    exports: Exports,
+    stopper: ShutdownHandle,
+    running: JoinHandle<Result<ShutdownReport, Error>>,
+    client: Client,
+}
+
+impl Served {
+    fn start(format: Format) -> Self {
         let directory = Scratch::new();
-        let path = directory.join("disk.img");
-        let image = image(&path, format);
+        let image = image(&directory.join("disk.img"), format);
         let export = AnyExport::of_image(&image, ExportOptions::default());
         let store = image.bitmap_store().expect("a store").clone();
         let mut bits = store.stored_bits("b").expect("its bits");
@@ -65,28 +80,72 @@ fn c90_a_region_without_changes_between_two_calls_is_exact_on_storage_while_it_i
         let server = Server::start(vec![export], vec![listener], options).expect("a server");
         let (stopper, exports) = (server.shutdown_handle(), server.exports());
         let running = std::thread::spawn(move || server.run(BOUND));
-        let mut client =
-            Client::connect_to(&directory.join("s"), "", Mode::Structured).expect("a client");
-        let mut write = |offset: u64| {
-            let write = Command::Write { offset, data: vec![7; 512], fua: false };
-            client.call(&write).expect("a write");
-        };
-        write(5);
-        write(2 * REGION);
-        assert_eq!(stored(&path, format), 2 * GRANULES, "{format:?}");
-        exports.cool_bitmaps();
-        assert_eq!(stored(&path, format), 2 * GRANULES, "{format:?}: they rest");
-        write(2 * REGION + (1 << 20));
-        exports.cool_bitmaps();
-        assert_eq!(stored(&path, format), 1 + GRANULES, "{format:?}: one was written to");
-        exports.cool_bitmaps();
-        assert_eq!(stored(&path, format), 1 + 2, "{format:?}");
-        write(REGION - 512);
-        assert_eq!(stored(&path, format), GRANULES + 2, "{format:?}: it is open again");
-        stopper.stop();
-        let report = running.join().expect("its end").expect("a report");
+        let client = Client::connect_to(&directory.join("s"), "", Mode::Structured);
+        let client = client.expect("a client");
+        Self { directory, format, image, exports, stopper, running, client }
+    }
+
+    fn write(&mut self, offset: u64) {
+        let write = Command::Write { offset, data: vec![7; 512], fua: false };
+        self.client.call(&write).expect("a write");
+    }
+
+    /// Granules that are dirty on storage.
+    fn stored(&self) -> u32 {
+        stored(&self.directory.join("disk.img"), self.format)
+    }
+
+    /// Ends in order. Returns the granules that are dirty on storage then.
+    fn stop(self) -> u32 {
+        self.stopper.stop();
+        let report = self.running.join().expect("its end").expect("a report");
         assert_eq!(report.unfinished, 0);
-        image.close().expect("its end");
-        assert_eq!(stored(&path, format), 2 + 2, "{format:?}");
+        self.image.close().expect("its end");
+        stored(&self.directory.join("disk.img"), self.format)
+    }
+}
+
+#[test]
+fn c90_a_region_without_changes_between_two_calls_is_exact_on_storage_while_it_is_served() {
+    for format in [Format::Qcow2, Format::Raw] {
+        let mut it = Served::start(format);
+        it.write(5);
+        it.write(2 * REGION);
+        assert_eq!(it.stored(), 2 * GRANULES, "{format:?}");
+        it.exports.cool_bitmaps();
+        assert_eq!(it.stored(), 2 * GRANULES, "{format:?}: they rest");
+        it.write(2 * REGION + (1 << 20));
+        it.exports.cool_bitmaps();
+        assert_eq!(it.stored(), 1 + GRANULES, "{format:?}: one was written to");
+        it.exports.cool_bitmaps();
+        assert_eq!(it.stored(), 1 + 2, "{format:?}");
+        it.write(REGION - 512);
+        assert_eq!(it.stored(), GRANULES + 2, "{format:?}: it is open again");
+        assert_eq!(it.stop(), 2 + 2, "{format:?}");
+    }
+}
+
+/// Threads of this process that look at bitmaps regularly.
+fn looking_threads() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("the threads of this process");
+    let names = tasks.flatten().map(|task| std::fs::read_to_string(task.path().join("comm")));
+    names.flatten().filter(|name| name.trim_end() == "bitmaps").count()
+}
+
+#[test]
+fn c90_regions_cool_by_themselves_until_the_server_ends() {
+    for format in [Format::Qcow2, Format::Raw] {
+        let mut it = Served::start(format);
+        it.exports.cool_regularly(Duration::from_millis(20)).expect("a thread");
+        wait_until("the thread has its name", || looking_threads() == 1);
+        // Closed and opened again: not the first look alone.
+        for round in 1..=3 {
+            it.write(5);
+            it.write(2 * REGION + (round << 20));
+            let exact = 1 + round as u32;
+            wait_until("the exact bits are stored", || it.stored() == exact);
+        }
+        assert_eq!(it.stop(), 4, "{format:?}");
+        wait_until("the thread exits with its server", || looking_threads() == 0);
     }
 }

@@ -515,7 +515,7 @@ pub(crate) struct MoveCommand {
 /// In each round the target gets what has changed, as of one instant; the first one copies all. Between two rounds the target
 /// is the disk as it was at the instant of the last one; during a round, and after one that was cut off, it is a mixture
 /// of two instants. When the connection is lost, it is made again, and what was not durable on the target is copied again. After a
-/// restart of the server begin it again: all is copied then. Without TARGET and --stop this shows how it goes. What to do on
+/// restart of the server begin it again: without --resume all is copied then. Without TARGET and --stop this shows how it goes. What to do on
 /// the other side, and how to go on there: docs/backup.md.
 #[derive(Debug, Args)]
 pub(crate) struct ReplicateCommand {
@@ -530,6 +530,12 @@ pub(crate) struct ReplicateCommand {
     /// Copy at most so many bytes a second, such as 50M
     #[arg(long, value_name = "SIZE", requires = "target", value_parser = size::parse)]
     pub(crate) rate: Option<u64>,
+    /// Store what TARGET lacks with the disk, and go on from there after a restart instead of copying all
+    ///
+    /// A bitmap of the disk has TARGET in its name. It is stored as those of 'nowait export bitmap add' are, also through a kill. That
+    /// nothing else has written to TARGET since is trusted; some places of it are compared with the disk, and if one differs, all is copied.
+    #[arg(long, requires = "target")]
+    pub(crate) resume: bool,
     /// Stop it; the target stays as it is
     #[arg(long, conflicts_with = "target")]
     pub(crate) stop: bool,

@@ -14,11 +14,12 @@ use crate::control_client::ask;
 /// # Errors
 /// No server or more than one runs, or it has refused.
 pub(crate) fn run(command: &ReplicateCommand) -> Result<(), CliError> {
-    let ReplicateCommand { export, target, every, rate, stop, server } = command;
+    let ReplicateCommand { export, target, every, rate, resume, stop, server } = command;
     let start = target.as_ref().map(|target| StartReplication {
         target: target.clone(),
         every_seconds: *every,
         rate_bytes: *rate,
+        resume: *resume,
     });
     let request = |client: &Client| match &start {
         Some(start) => client.start_replication(export, start),

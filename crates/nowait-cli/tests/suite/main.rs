@@ -73,6 +73,7 @@ mod qemu_bitmaps;
 mod reachable_files;
 mod read_only_images;
 mod replications;
+mod resumed_replications;
 mod sandbox;
 mod remote_nbd;
 mod remote_certificates;

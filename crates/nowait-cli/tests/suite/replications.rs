@@ -18,42 +18,51 @@ use crate::upgrade::Upgraded;
 const SIZE: u64 = 16 * MIB;
 
 /// A server of a disk, and one of the disk that it is replicated to.
-struct Pair {
-    server: Server,
+pub(crate) struct Pair {
+    pub(crate) server: Server,
     control: PathBuf,
-    behind: Server,
-    scratch: Scratch,
+    pub(crate) behind: Server,
+    pub(crate) scratch: Scratch,
 }
 
 impl Pair {
     fn start(format: &str) -> Self {
+        Self::of_size(format, SIZE)
+    }
+
+    pub(crate) fn of_size(format: &str, size: u64) -> Self {
         let scratch = Scratch::new();
         let (image, control) = (scratch.join("disk"), scratch.join("control"));
-        accepted(&["create", text(&image), "16M", "--format", format]);
-        scratch.sparse("replica", SIZE);
+        accepted(&["create", text(&image), &size.to_string(), "--format", format]);
+        scratch.sparse("replica", size);
         let behind = Self::behind(scratch.path());
-        let (address, directory) = (format!("unix:{}", control.display()), scratch.path());
-        let arguments = ["--control", &address, "--format", format, "--allow-dir", text(directory)];
-        let to = ["--allow-uri", behind.uri(), "--reconnect", "1", "--verbose"];
-        let server = Server::start(&image, &[&arguments[..], &to].concat());
+        let server = Self::server(format, scratch.path(), &behind);
         Self { server, control, behind, scratch }
     }
 
+    /// A server of the disk.
+    pub(crate) fn server(format: &str, directory: &Path, behind: &Server) -> Server {
+        let address = format!("unix:{}", directory.join("control").display());
+        let arguments = ["--control", &address, "--format", format, "--allow-dir", text(directory)];
+        let to = ["--allow-uri", behind.uri(), "--reconnect", "1", "--verbose"];
+        Server::start(&directory.join("disk"), &[&arguments[..], &to].concat())
+    }
+
     /// A server of the replica.
-    fn behind(directory: &Path) -> Server {
+    pub(crate) fn behind(directory: &Path) -> Server {
         let address = format!("unix:{}", directory.join("behind.sock").display());
         let image = directory.join("replica");
         Server::start_by(&[], &["serve", text(&image), "-f", "raw", "--nbd", &address])
     }
 
-    fn export(&self, arguments: &[&str]) -> Command {
+    pub(crate) fn export(&self, arguments: &[&str]) -> Command {
         let mut command = tool(NOWAIT);
         command.arg("export").args(arguments).arg("--control").arg(&self.control);
         command
     }
 
     /// Runs `nowait export replicate @0` with `arguments`.
-    fn replicate(&self, arguments: &[&str]) -> Value {
+    pub(crate) fn replicate(&self, arguments: &[&str]) -> Value {
         let all = [&["replicate", "@0", "--json"], arguments].concat();
         serde_json::from_str(&self.export(&all).succeeds()).expect("JSON")
     }
@@ -62,7 +71,7 @@ impl Pair {
         self.replicate(&[self.behind.uri(), "--every", every]);
     }
 
-    fn await_rounds(&self, rounds: u64) {
+    pub(crate) fn await_rounds(&self, rounds: u64) {
         wait_until("rounds are complete", || {
             self.replicate(&[])["rounds"].as_u64().is_some_and(|done| done >= rounds)
         });

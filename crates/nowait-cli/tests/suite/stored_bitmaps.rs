@@ -2,17 +2,23 @@
 //!
 //! Invariant: what QEMU and the server tell of a bitmap is compared with what the test has written.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use nowait_testkit::tool;
-use serde_json::json;
+use nowait_testkit::{SetOnDrop, ends_with_program, tool, wait_until};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
 
-use crate::common::disk_with_bitmaps::{REGION, Stored, USUAL, dirty, has_qemu, info, lost};
+use crate::common::disk_with_bitmaps::{REGION, SIZE, Stored, USUAL, dirty, has_qemu, info, lost};
 use crate::common::{Finished, MIB, NOWAIT, accepted, refusal, text};
+use crate::upgrade::runs;
 
 /// Where a header has its autoclear bits.
 const AUTOCLEAR_AT: u64 = 88;
+/// Regions that are written to during an upgrade.
+const LOADED: [u64; 5] = [2, 7, 3, 9, 11];
 
 #[test]
 fn a_bitmap_is_there_again_at_the_next_start_with_what_was_noted() {
@@ -75,6 +81,54 @@ fn a_kill_leaves_each_change_and_whole_regions_beside_them() {
         // The end in order has nothing more.
         let server = it.serve(&[]);
         assert_eq!(dirty(&server.socket(), "a"), expected);
+        server.stop();
+    }
+}
+
+#[test]
+fn a_kill_after_an_upgrade_leaves_each_change_of_before_during_and_after_it() {
+    for it in Stored::of_each_kind() {
+        let mut server = it.serve(&[]);
+        it.change(&["add", "", "a"]);
+        let mut client = server.connect();
+        client.write(MIB, &[1; 512]).expect("a write");
+        let (mut loaded, over) = (server.connect(), &AtomicBool::new(false));
+        let (process, written) = std::thread::scope(|scope| {
+            // A region after another, so that each process opens some, and some are opened during the exchange.
+            let load = scope.spawn(move || {
+                let mut written = 0;
+                while !over.load(Ordering::Relaxed) {
+                    let at = LOADED[written as usize % LOADED.len()] * REGION + written * USUAL;
+                    loaded.write(at % SIZE, &[2; 512]).expect("a write");
+                    written += 1;
+                }
+                written
+            });
+            let loading = SetOnDrop(over);
+            let mut upgrade = tool(NOWAIT);
+            let report = upgrade.args(["upgrade", "--json", "--control"]).arg(&it.control);
+            let report: Value = serde_json::from_str(&report.succeeds()).expect("JSON");
+            let process = report["pid"].as_i64().and_then(|pid| Pid::from_raw(pid as i32));
+            let process = process.expect("a process");
+            ends_with_program(process);
+            drop(loading);
+            (process, load.join().expect("no error"))
+        });
+        client.write(5 * REGION + MIB, &[3; 512]).expect("a write");
+        assert!(server.wait().success(), "{}", server.log());
+        kill_process(process, Signal::KILL).expect("a server");
+        wait_until("its end", || !runs(process));
+        for socket in [server.socket(), it.control.clone()] {
+            std::fs::remove_file(socket).expect("a socket");
+        }
+        let server = it.serve(&[]);
+        let noted: BTreeSet<_> = dirty(&server.socket(), "a").into_iter().collect();
+        let loaded = (0..written)
+            .map(|n| (LOADED[n as usize % LOADED.len()] * REGION + n * USUAL) % SIZE / USUAL);
+        let others = [MIB / USUAL, (5 * REGION + MIB) / USUAL];
+        for granule in loaded.chain(others) {
+            assert!(noted.contains(&granule), "{granule} of {written}");
+        }
         server.stop();
     }
 }

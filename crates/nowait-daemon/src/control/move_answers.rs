@@ -14,7 +14,10 @@ use nowait_remote::Location;
 use nowait_server::{ExportError, ExportId, Exports};
 
 use crate::control::bitmap_answers::refused;
+use crate::control::export_bitmaps::ExportBitmaps;
+use crate::control::replica_bitmap;
 use crate::disks::allowed_places::AllowedPlaces;
+use crate::disks::image_exchange::ImageExchange;
 use crate::disks::open_disk::Common;
 use crate::disks::served_disks::{ServedDisk, ServedDisks};
 use crate::moves::Tasks;
@@ -128,11 +131,24 @@ impl MovingServer<'_> {
     ) -> Result<ReplicationInfo, ControlError> {
         let (id, replica) = (thread.id, thread.replica.clone());
         self.replicas.add(id, &replica)?;
+        let bitmap = self.replica_bitmap(&thread).inspect_err(|_| self.replicas.forget(id))?;
+        let thread = ReplicaThread { bitmap, ..thread };
         thread.start(image).map_err(|error| {
             self.replicas.forget(id);
             ControlError::Failed(format!("there is no thread for it: {error}"))
         })?;
         Ok(replica.info())
+    }
+
+    /// The stored bitmap of a replication that goes on after a restart.
+    fn replica_bitmap(&self, thread: &ReplicaThread) -> Result<Option<String>, ControlError> {
+        let Self { exports, disks, allowed, .. } = *self;
+        let start = &thread.replica.start;
+        if !start.resume {
+            return Ok(None);
+        }
+        let bitmaps = ExportBitmaps(ImageExchange { exports, disks, id: thread.id });
+        replica_bitmap::prepare(&bitmaps, allowed, thread.size, &start.target).map(Some)
     }
 
     fn replica_thread(
@@ -171,6 +187,7 @@ impl MovingServer<'_> {
             source: source.name,
             size: moved.size,
             target,
+            bitmap: None,
             remote: self.common.remote.clone(),
             backup: replica_name(&moved.named.name),
             scratch,

@@ -25,6 +25,7 @@ use crate::control::backup_answers;
 use crate::control::bitmap_answers::refused;
 use crate::control::export_bitmaps::ExportBitmaps;
 use crate::control::move_answers::MovingServer;
+use crate::control::replica_bitmap;
 use crate::devices;
 use crate::disks::allowed_places::{AllowedPlaces, absolute};
 use crate::disks::image_exchange::ImageExchange;
@@ -451,16 +452,22 @@ impl ControlledServer for RunningServer {
 
     fn add_bitmap(&self, id: u64, bitmap: AddBitmap) -> Result<BitmapInfo, ControlError> {
         let _changing = self.begin_change()?;
+        replica_bitmap::refuse(&bitmap.name)?;
         self.bitmaps_of(self.id_to_change(id)?).add(bitmap, &self.additions.allowed)
     }
 
     fn remove_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError> {
         let _changing = self.begin_change()?;
-        self.bitmaps_of(self.id_to_change(id)?).remove(name)
+        let id = self.id_to_change(id)?;
+        if replica_bitmap::refuse(name).is_err() {
+            self.replicas.refuse_during(id)?;
+        }
+        self.bitmaps_of(id).remove(name)
     }
 
     fn clear_bitmap(&self, id: u64, name: &str) -> Result<(), ControlError> {
         let _changing = self.begin_change()?;
+        replica_bitmap::refuse(name)?;
         self.bitmaps_of(self.id_to_change(id)?).clear(name)
     }
 
@@ -471,6 +478,7 @@ impl ControlledServer for RunningServer {
         change: PatchBitmap,
     ) -> Result<BitmapInfo, ControlError> {
         let _changing = self.begin_change()?;
+        replica_bitmap::refuse(name)?;
         let (id, exports) = (self.id_to_change(id)?, &self.exports);
         self.bitmaps_of(id).change(name, || match change.enabled {
             Some(enabled) => exports.enable_bitmap(id, name, enabled),
@@ -495,6 +503,7 @@ impl ControlledServer for RunningServer {
         backup: StartBackup,
     ) -> Result<Vec<BackupInfo>, ControlError> {
         let _changing = self.begin_change()?;
+        backup.bitmap.as_deref().map_or(Ok(()), replica_bitmap::refuse)?;
         let ids = ids.iter().map(|id| self.id_to_change(*id)).collect::<Result<Vec<_>, _>>()?;
         let Self { exports, disks, additions, .. } = self;
         backup_answers::start(exports, disks, &additions.allowed, &ids, backup)

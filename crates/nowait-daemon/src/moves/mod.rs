@@ -7,7 +7,9 @@ pub(crate) mod move_state;
 pub(crate) mod target;
 pub(crate) mod move_thread;
 pub(crate) mod replication_state;
+pub(crate) mod target_comparison;
 pub(crate) mod replica_thread;
+pub(crate) mod resumed_round;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};

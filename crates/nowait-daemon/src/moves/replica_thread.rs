@@ -26,7 +26,7 @@ use crate::moves::{Task, Tasks};
 
 /// How long requests in flight may take to end at the begin of a round.
 /// Beyond it: the round fails, and is tried again.
-const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 /// The waits after a round that has failed: the first one, which doubles, and the longest.
 const BACK_OFF: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(60)];
 /// How often a thread that waits looks whether it is to end.
@@ -42,6 +42,8 @@ pub(crate) struct ReplicaThread {
     pub(crate) source: String,
     pub(crate) size: u64,
     pub(crate) target: Location,
+    /// The stored bitmap that has what the target lacks; without one that is in memory.
+    pub(crate) bitmap: Option<String>,
     pub(crate) remote: RemoteOptions,
     /// The name of the backup of each round, and where its scratch is.
     pub(crate) backup: String,
@@ -53,9 +55,13 @@ pub(crate) struct ReplicaThread {
 
 /// The state of a replication between two rounds.
 #[derive(Default)]
-struct Rounds {
-    /// Changes since the last instant; `None`: all is to be copied.
+pub(super) struct Rounds {
+    /// Changes since the last instant; `None`: all is to be copied, or a stored bitmap has them.
     changes: Option<ChangeTracker>,
+    /// Whether a round by a stored bitmap has been completed since the target was opened.
+    pub(super) is_compared: bool,
+    /// Whether the target was found to lack what a stored bitmap calls clean.
+    pub(super) is_other_target: bool,
     /// The target, unless it has failed.
     image: Option<Image>,
     /// Rounds that have failed since the last one that has not.
@@ -111,6 +117,7 @@ impl ReplicaThread {
                     }
                     self.replica.on_failure(why);
                     rounds.image = None;
+                    rounds.is_compared = false;
                     rounds.failures += 1;
                     let doubled = BACK_OFF[0] * 2_u32.saturating_pow(rounds.failures.min(8) - 1);
                     doubled.min(BACK_OFF[1])
@@ -126,7 +133,10 @@ impl ReplicaThread {
 
     fn wait(&self, rounds: &Rounds, until: Instant) {
         while Instant::now() < until && !self.replica.state.is_cancelled() {
-            let changed = rounds.changes.as_ref().map(ChangeTracker::changed_bytes);
+            let changed = match &self.bitmap {
+                Some(name) => self.dirty_bytes(name),
+                None => rounds.changes.as_ref().map(ChangeTracker::changed_bytes),
+            };
             self.replica.set_left(changed.unwrap_or(self.size));
             thread::sleep(LOOK_INTERVAL.min(until.saturating_duration_since(Instant::now())));
         }
@@ -138,6 +148,12 @@ impl ReplicaThread {
             Some(image) => image,
             None => self.open()?,
         };
+        if let Some(name) = &self.bitmap {
+            let instant = self.resumed_round(rounds, &image, name)?;
+            rounds.image = Some(image);
+            rounds.is_compared = true;
+            return Ok(instant);
+        }
         let image = &*rounds.image.insert(image);
         let instant = SystemTime::now();
         if rounds.changes.as_ref().is_some_and(|it| it.changed_bytes() == 0) {
@@ -145,9 +161,10 @@ impl ReplicaThread {
         }
         // Changes of after the instant are in both trackers, if they end before the first one does.
         let next = self.exports.track_changes(self.id).map_err(|error| error.to_string())?;
-        let backup = self.begin_backup()?;
+        let backup = self.begin_backup(None)?;
         self.replica.begin_copying();
-        let copied = self.copy(image, backup, rounds.changes.as_ref());
+        let changes = rounds.changes.as_ref().map(|it| (it, move |_| it.changed_bytes()));
+        let copied = self.copy(image, backup, changes);
         let ended = self.exports.end_backups(&[self.id], BackupEnd::Commit, DRAIN_TIMEOUT);
         let ended = ended
             .or_else(|_| self.exports.end_backups(&[self.id], BackupEnd::Abort, DRAIN_TIMEOUT));
@@ -166,7 +183,8 @@ impl ReplicaThread {
         Ok(instant)
     }
 
-    fn begin_backup(&self) -> Result<ExportId, String> {
+    /// Begins the backup of a round, which freezes `bitmap`.
+    pub(super) fn begin_backup(&self, bitmap: Option<String>) -> Result<ExportId, String> {
         let scratch_bytes = BackupSpec::scratch_size(self.size);
         let scratch = scratch_file(&self.scratch, None, scratch_bytes).map_err(|error| {
             let why = os_message(&error.into());
@@ -175,7 +193,7 @@ impl ReplicaThread {
         let spec = BackupSpec {
             export: self.id,
             name: self.backup.clone(),
-            bitmap: None,
+            bitmap,
             only_dirty: false,
             discards: false,
             scratch,
@@ -186,25 +204,28 @@ impl ReplicaThread {
         begun.into_iter().next().ok_or_else(|| "there is no backup".into())
     }
 
-    /// Copies what `changes` has, or all, as it was at the instant of `backup`.
-    fn copy(
+    /// Copies what `changes` has, or all, as it was at the instant of `backup`. With `changes` comes how many bytes are left when so
+    /// many are copied.
+    pub(super) fn copy<C: ChangedRanges>(
         &self,
         image: &Image,
         backup: ExportId,
-        changes: Option<&ChangeTracker>,
+        changes: Option<(&C, impl Fn(u64) -> u64)>,
     ) -> Result<(), Error> {
         let gone = || Error::At { place: self.source.clone(), what: "its backup is gone".into() };
         let device = self.exports.device(backup).ok_or_else(gone)?;
         let source = MirroredDisk { name: self.source.clone(), device };
         let target = MirroredDisk { name: self.replica.target(), device: image.device() };
-        let mut counted = 0;
+        let (mut counted, mut copied) = (0, 0);
+        let (changes, left) = changes.unzip();
         let mut report = |progress: Progress| {
             if progress.phase == Phase::Copying {
                 // A part begins at 0.
                 counted = if progress.moved < counted { 0 } else { counted };
                 self.replica.count(progress.moved - counted);
+                copied += progress.moved - counted;
                 counted = progress.moved;
-                let rest = changes.map_or(progress.total - progress.done, |it| it.changed_bytes());
+                let rest = left.as_ref().map_or(progress.total - progress.done, |it| it(copied));
                 self.replica.set_left(rest);
             }
         };

@@ -12,7 +12,7 @@ mod metadata_survey;
 mod refcount_allocator;
 mod metadata;
 mod writeback;
-mod open_regions;
+pub(crate) mod open_regions;
 pub(crate) mod bitmap_store;
 pub(crate) mod backing_chain;
 pub(crate) mod status_scan;

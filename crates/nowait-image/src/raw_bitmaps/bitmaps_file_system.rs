@@ -3,6 +3,8 @@
 //! Invariant: under its name there is a whole file or none, and no link is followed.
 
 use std::fmt::Debug;
+use std::fs::File;
+use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -32,6 +34,12 @@ pub(crate) trait BitmapsFileSystem: Debug + Send + Sync {
     /// # Errors
     /// That of `fill`; the file cannot be made. Then nothing has changed.
     fn write(&self, path: &Path, replaces: bool, fill: Fill<'_>) -> Result<(), ImageError>;
+
+    /// Makes the name of the file durable: a process that was killed between a rename and its sync has not.
+    ///
+    /// # Errors
+    /// The errno of a failed system call.
+    fn settle_name(&self, path: &Path) -> io::Result<()>;
 }
 
 /// The file systems of the host.
@@ -69,5 +77,13 @@ impl BitmapsFileSystem for HostFileSystem {
         let file = AtomicFile::create(path, 0, policy).map_err(refused)?;
         fill(file.file())?;
         file.finish().map_err(refused)
+    }
+
+    fn settle_name(&self, path: &Path) -> io::Result<()> {
+        match File::open(path.parent().unwrap_or(Path::new("/"))) {
+            // A confined process, or one that could not have renamed the file either: that takes a sync of the directory, too.
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
+            directory => directory?.sync_all(),
+        }
     }
 }

@@ -219,6 +219,18 @@ impl DirtyBitmaps {
         Ok(())
     }
 
+    /// Marks all of a bitmap of a disk of `size` bytes as dirty.
+    ///
+    /// # Errors
+    /// Like [`DirtyBitmaps::remove`].
+    pub(crate) fn set_all(&self, name: &str, size: u64) -> Result<(), BitmapError> {
+        let bitmap = self.named(name)?;
+        if !bitmap.set(ByteRange::new(0, size)) {
+            bitmap.set_rest();
+        }
+        Ok(())
+    }
+
     /// Has changes marked from now on, or no more.
     ///
     /// # Errors

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::backup::backup_spec::{BackupEnd, BackupError, BackupRefusal, BackupSpec, BackupStatus};
+use crate::backup::running_backup::RunningBackup;
 use crate::backup_transaction::{self, PreparedBackup};
 use crate::export::ExportId;
 use crate::export_error::ExportError;
@@ -50,18 +51,17 @@ impl Exports {
     }
 
     /// Ends the backups of `exports`, and disconnects their clients; these decide nothing by leaving. Waits at most
-    /// `timeout` for requests in flight.
+    /// `timeout` for requests in flight, and before a commit for a flush of each disk whose bits are forgotten: what a loss of
+    /// power takes from the disk would be in the backup, and no later backup would have the difference.
     ///
     /// # Errors
-    /// Why one of them cannot end so: then none has.
+    /// Why one of them cannot end so: then none has. A commit: also [`ExportError::Storage`], that of the flush.
     pub fn end_backups(
         &self,
         exports: &[ExportId],
         end: BackupEnd,
         timeout: Duration,
     ) -> Result<(), BackupError> {
-        let deadline = Instant::now() + timeout;
-        let _alone = lock(&self.0.backups);
         let registered = |id: &ExportId| {
             let none = BackupRefusal::Export(ExportError::NotFound);
             self.0.registry.get(*id).ok_or(BackupError { export: *id, why: none })
@@ -69,7 +69,20 @@ impl Exports {
         let mut all = exports.iter().map(registered).collect::<Result<Vec<_>, _>>()?;
         all.sort_by_key(|export| export.id);
         all.dedup_by_key(|export| export.id);
+        // Without the lock: a disk that does not answer holds up no other backup.
+        let flushed = match end {
+            BackupEnd::Commit => flush_frozen(&all)?,
+            BackupEnd::Abort => Vec::new(),
+        };
+        let deadline = Instant::now() + timeout;
+        let _alone = lock(&self.0.backups);
         let running = backup_transaction::check_end(&all, end)?;
+        for (of, running) in all.iter().zip(&running) {
+            let is_flushed = flushed.iter().any(|it| Arc::ptr_eq(it, running));
+            if end == BackupEnd::Commit && running.frozen.is_some() && !is_flushed {
+                return Err(BackupError { export: of.id, why: BackupRefusal::Changed });
+            }
+        }
         for (of, running) in all.iter().zip(&running) {
             backup_transaction::end(of, running, end);
             self.0.registry.remove_backup(running.id);
@@ -102,4 +115,19 @@ impl Exports {
             |of: &Arc<RegisteredExport>| Some(of.backup()?.status(of.id, of.export().name()));
         self.0.registry.served().iter().filter_map(status).collect()
     }
+}
+
+/// Makes the changes durable whose bits were frozen for the backups of `exports`. Returns these backups.
+///
+/// # Errors
+/// One has none, or has failed; the errno of a flush.
+fn flush_frozen(exports: &[Arc<RegisteredExport>]) -> Result<Vec<Arc<RunningBackup>>, BackupError> {
+    let running = backup_transaction::check_end(exports, BackupEnd::Commit)?;
+    for (of, _) in exports.iter().zip(&running).filter(|(_, running)| running.frozen.is_some()) {
+        of.export().flush().map_err(|error| {
+            let why = BackupRefusal::Export(ExportError::Storage(error));
+            BackupError { export: of.id, why }
+        })?;
+    }
+    Ok(running)
 }

@@ -5,9 +5,11 @@
 use std::fs::File;
 use std::io::Read;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::dirty_bitmaps::bitmap_spec::{BitmapError, BitmapSpec, BitmapStatus, RestoreError};
 use crate::export::ExportId;
+use crate::export_error::ExportError;
 use crate::exports::Exports;
 use crate::exports::change_tracker::ChangeTracker;
 use crate::registered_export::RegisteredExport;
@@ -88,6 +90,27 @@ impl Exports {
     /// Like [`Exports::remove_bitmap`].
     pub fn clear_bitmap(&self, id: ExportId, name: &str) -> Result<(), BitmapError> {
         self.without_backup(id, name)?.bitmaps.clear(name)
+    }
+
+    /// Marks all of a bitmap as dirty, also while a backup has a frozen part of it.
+    ///
+    /// # Errors
+    /// [`BitmapError::NoExport`], [`BitmapError::NoBitmap`]; [`BitmapError::InBackup`] for a backup.
+    pub fn set_bitmap(&self, id: ExportId, name: &str) -> Result<(), BitmapError> {
+        let registered = self.changeable(id)?;
+        registered.bitmaps.set_all(name, registered.export().disk().size())
+    }
+
+    /// Stores the bitmaps of an export as they are in memory. Waits at most `timeout` for requests in flight.
+    ///
+    /// # Errors
+    /// Those of [`Exports::pause_export`]. [`ExportError::Storage`]: the image may have the bits of before.
+    pub fn store_bitmaps(&self, id: ExportId, timeout: Duration) -> Result<(), ExportError> {
+        let paused = self.pause_export(id, timeout)?;
+        let store = self.0.registered(id)?.export().bitmap_store().cloned();
+        let stored = store.map_or(Ok(()), |store| store.store());
+        drop(paused);
+        stored.map_err(ExportError::Storage)
     }
 
     /// Has changes that end from now on marked in a bitmap, or no more.

@@ -5,5 +5,6 @@
 
 mod scene;
 mod bitmaps;
+mod durable_commits;
 mod instants;
 mod scratch;

@@ -24,6 +24,8 @@ pub(crate) const SIZE: u64 = 40 * BLOCK + 4096;
 /// How long a pause may take.
 pub(crate) const PAUSE: Duration = Duration::from_secs(30);
 
+pub(crate) type Disk = Arc<BlockDevice<dyn BlockMap>>;
+
 /// A kind of disk.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kind {
@@ -37,7 +39,7 @@ impl Kind {
     pub(crate) const ALL: [Self; 3] = [Self::Raw, Self::Sparse, Self::Qcow2];
 
     /// An empty disk, and the image that has to stay open with it.
-    fn open(self, path: &Path) -> (Arc<BlockDevice<dyn BlockMap>>, Option<Image>) {
+    fn open(self, path: &Path) -> (Disk, Option<Image>) {
         if let Self::Qcow2 = self {
             create(path, &CreateOptions::new(Format::Qcow2, Some(SIZE))).expect("an image");
             let options = ChainOptions { writable: true, ..ChainOptions::default() };
@@ -65,12 +67,21 @@ impl Scene {
     /// A server of empty disks of these kinds, named by their indices, on two threads.
     pub(crate) fn of(kinds: &[Kind]) -> Self {
         let directory = Scratch::new();
-        let (mut images, mut exports) = (Vec::new(), Vec::new());
+        let (mut images, mut disks) = (Vec::new(), Vec::new());
         for (n, kind) in kinds.iter().enumerate() {
             let (disk, image) = kind.open(&directory.join(&format!("{n}.img")));
             images.extend(image);
-            exports.push(AnyExport::new(Export::new(disk, n.to_string(), String::new())));
+            disks.push(disk);
         }
+        Self::serving(directory, disks, images)
+    }
+
+    /// A server of `disks`, named by their indices, on two threads.
+    pub(crate) fn serving(directory: Scratch, disks: Vec<Disk>, images: Vec<Image>) -> Self {
+        let export = |(n, disk): (usize, Disk)| {
+            AnyExport::new(Export::new(disk, n.to_string(), String::new()))
+        };
+        let exports = disks.into_iter().enumerate().map(export).collect();
         let listener = Listener::unix(&directory.join("s")).expect("a socket");
         let options = Options { threads: 2, max_connections: 64, ..Options::default() };
         let server = Server::start(exports, vec![listener], options).expect("a server");
