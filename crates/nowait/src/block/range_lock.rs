@@ -26,8 +26,6 @@ const STRIPES: usize = 4096;
 const SHARDS: usize = 16;
 /// Numbers of a row: one for each stripe, and two cache lines that keep the rows of two threads apart.
 const ROW: usize = STRIPES + 128 / size_of::<AtomicU32>();
-/// Numbers in a cache line.
-const LINE: usize = 64 / size_of::<AtomicU32>();
 const EXCLUSIVE: u32 = 1 << 31;
 /// A thread sleeps until this stripe is free; no new shared holder is admitted.
 const CONTENDED: u32 = 1 << 30;
@@ -44,27 +42,13 @@ pub(crate) enum LockMode {
 /// The numbers of all stripes. Of a device that is not written to they take no memory.
 struct Table {
     rows: Box<[[AtomicU32; ROW]; 1 + SHARDS]>,
-    /// Where a row has the number of the first stripe. Tables begin at pages, so that the first stripes of a thousand small
-    /// files, which are used most, would otherwise lie in the same few sets of a cache.
-    first: usize,
 }
 
 impl Table {
-    fn new() -> Self {
-        static TABLES: AtomicUsize = AtomicUsize::new(0);
-        let first = TABLES.fetch_add(LINE, Ordering::Relaxed) % STRIPES;
-        Self { rows: zeroed_atomics(), first }
-    }
-
-    #[inline]
-    fn place(&self, stripe: usize) -> usize {
-        (self.first + stripe) % STRIPES
-    }
-
     /// [`EXCLUSIVE`] and [`CONTENDED`] of a stripe.
     #[inline]
     fn state(&self, stripe: usize) -> &AtomicU32 {
-        &self.rows[0][self.place(stripe)]
+        &self.rows[0][stripe % STRIPES]
     }
 
     /// Shared locks of a shard's threads on a stripe: locks minus unlocks, modulo 2³². A lock may be
@@ -72,7 +56,7 @@ impl Table {
     /// the number of holders.
     #[inline]
     fn holders(&self, shard: usize, stripe: usize) -> &AtomicU32 {
-        &self.rows[1 + shard % SHARDS][self.place(stripe)]
+        &self.rows[1 + shard % SHARDS][stripe % STRIPES]
     }
 }
 
@@ -110,7 +94,7 @@ pub(crate) struct RangeLocks {
 impl RangeLocks {
     pub(crate) fn new() -> Self {
         Self {
-            table: Table::new(),
+            table: Table { rows: zeroed_atomics() },
             sleepers: Mutex::new(0),
             freed: Condvar::new(),
             #[cfg(test)]
