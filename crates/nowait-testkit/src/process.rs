@@ -13,7 +13,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_signal};
 
-/// The timeout of a tool in seconds. It ends tools that hang, and is not a measure of speed.
+/// The timeout of a tool in seconds. It kills tools that hang, and is not a measure of speed.
 const TOOL_BOUND_SECONDS: &str = "600";
 /// The exit status of timeout(1) when it killed its command.
 const TIMED_OUT: i32 = 124;

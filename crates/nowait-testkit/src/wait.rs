@@ -9,7 +9,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The longest wait for one event. It ends tests that hang, and is not a measure of speed: two processors with a load of
+/// The longest wait for one event. It stops tests that hang, and is not a measure of speed: two processors with a load of
 /// 50 stay far below it.
 pub const BOUND: Duration = Duration::from_secs(240);
 /// The interval at which a condition is tested.

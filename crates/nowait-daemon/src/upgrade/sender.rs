@@ -22,8 +22,7 @@ use crate::upgrade::messages::{
     ListenerState, SplitMessage, VmmMessage,
 };
 
-/// How long the new program may take until it waits for the images, while the old one serves. More than a start takes on a
-/// host with a load of 50.
+/// How long the new program may take until it waits for the images, while the old one serves.
 /// Beyond it: the upgrade fails, and the old program serves on.
 const PREPARE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long the new program may take to open the images, while nothing is served.

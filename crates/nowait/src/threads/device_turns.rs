@@ -1,6 +1,6 @@
 //! The order in which devices take turns: by weight, evenly spread, with a bound of what each runs. Where the jobs of a device
-//! compute and do not wait, as those of a file in memory, the bound is the number of processors: more threads would take
-//! the processors from everybody else and do no more.
+//! compute and do not wait, as those of a file in memory, the bound is the number of processors: more threads would do no
+//! more, and would take the processors from other work.
 //!
 //! Each device has a position in virtual time, and the one that is least far has the next turn,
 //! which moves it on by the inverse of its weight. Devices of one weight thus alternate.

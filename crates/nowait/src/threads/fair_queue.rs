@@ -65,7 +65,7 @@ impl<J: WorkItem> FairQueue<J> {
         self.devices.is_crowded(index)
     }
 
-    /// A run of jobs of the client, which has not ended yet, has waited for something, or not. Returns whether more jobs
+    /// A run of jobs of the client, which still runs, has waited for something, or not. Returns whether more jobs
     /// of its device may be taken now than before.
     pub(crate) fn note(&mut self, (index, _): ClientId, waited: bool) -> bool {
         let more = self.devices.note(index, waited);
@@ -73,7 +73,7 @@ impl<J: WorkItem> FairQueue<J> {
         more
     }
 
-    /// A run of jobs of the client, which has not ended yet, may never end.
+    /// A run of jobs of the client, which still runs, may never return.
     pub(crate) fn hangs(&mut self, (index, _): ClientId) {
         self.devices.hangs(index);
         self.devices.update(index);

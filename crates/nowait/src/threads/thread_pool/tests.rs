@@ -243,9 +243,6 @@ fn a_device_that_has_computed_has_all_its_threads_as_soon_as_its_jobs_wait() {
     drop(state);
     tested.pool.push(hanging(0, 8));
     tested.begun::<8>();
-    tested.gate.0.open();
-    tested.ended::<8>();
-    tested.lock().queue.ended(client);
 }
 
 /// One client has more slow jobs than there are threads.
