@@ -82,8 +82,6 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_clock_nanosleep,
     libc::SYS_restart_syscall,
     libc::SYS_sched_yield,
-    // Whether a worker has waited.
-    libc::SYS_getrusage,
     // Connections that clients make.
     libc::SYS_accept4,
     // By path, where landlock allows it.

@@ -1,6 +1,4 @@
-//! The order in which devices take turns: by weight, evenly spread, with a bound of what each runs. Where the jobs of a device
-//! compute and do not wait, as those of a file in memory, the bound is the number of processors: more threads would do no
-//! more, and would take the processors from other work.
+//! The order in which devices take turns: by weight, evenly spread, with a bound of what each runs.
 //!
 //! Each device has a position in virtual time, and the one that is least far has the next turn,
 //! which moves it on by the inverse of its weight. Devices of one weight thus alternate.
@@ -18,11 +16,6 @@ use crate::types::weight::WEIGHTS;
 
 /// The virtual time of a turn at weight 1. The clock lasts for 2^40 turns.
 const TURN: u64 = 1 << 24;
-/// A device computes if it has so many points: each job that has not waited is one, up to [`MOST`], and each that has takes
-/// [`WAITED`].
-const COMPUTES: u32 = 32;
-const MOST: u32 = 64;
-const WAITED: u32 = 16;
 /// The greatest number of empty lists that are kept for new devices, to save allocations.
 const SPARE: usize = 64;
 
@@ -39,10 +32,6 @@ pub(super) struct DeviceQueue {
     pub(super) running: usize,
     /// The jobs that `DeviceTurns::ready` counts: all that are queued, or none.
     ready: usize,
-    /// The jobs that `DeviceTurns::held` counts: all that are queued, or none.
-    held: usize,
-    /// Points of a device that computes.
-    computed: u32,
     weight: u32,
     /// The position in virtual time.
     at: u64,
@@ -65,11 +54,8 @@ pub(super) struct DeviceTurns {
     /// Entries that `order` has had.
     entries: u64,
     ready: usize,
-    held: usize,
     /// The greatest number of runs of a device at the same time.
     limit: usize,
-    /// The greatest number of runs of a device that computes.
-    processors: usize,
     spare: Vec<VecDeque<u64>>,
 }
 
@@ -90,7 +76,7 @@ impl IndexMut<usize> for DeviceTurns {
 
 impl DeviceTurns {
     /// Turns of devices that run at most `limit` jobs each at the same time; at least 1.
-    pub(super) fn new(limit: usize, processors: usize) -> Self {
+    pub(super) fn new(limit: usize) -> Self {
         Self {
             devices: Vec::new(),
             indices: HashMap::default(),
@@ -99,9 +85,7 @@ impl DeviceTurns {
             now: 0,
             entries: 0,
             ready: 0,
-            held: 0,
             limit: limit.max(1),
-            processors: processors.max(1),
             spare: Vec::new(),
         }
     }
@@ -109,32 +93,6 @@ impl DeviceTurns {
     /// Queued jobs of devices of which one may be taken now.
     pub(super) fn ready(&self) -> usize {
         self.ready
-    }
-
-    /// Queued jobs that only wait because their devices compute.
-    pub(super) fn held(&self) -> usize {
-        self.held
-    }
-
-    /// Whether a device runs as many jobs as there are processors.
-    pub(super) fn is_crowded(&self, index: usize) -> bool {
-        self.devices[index].running >= self.processors
-    }
-
-    /// A job of a device has waited, or not. Returns whether the device may run more jobs than before.
-    pub(super) fn note(&mut self, index: usize, waited: bool) -> bool {
-        let device = &mut self.devices[index];
-        let computed = device.computed >= COMPUTES;
-        device.computed = match waited {
-            true => device.computed.saturating_sub(WAITED),
-            false => (device.computed + 1).min(MOST),
-        };
-        computed && device.computed < COMPUTES
-    }
-
-    /// A job of a device hangs: it does not compute.
-    pub(super) fn hangs(&mut self, index: usize) {
-        self.devices[index].computed = 0;
     }
 
     /// Lets a device run at most `limit` jobs at the same time from now on; at least 1. Jobs that
@@ -205,15 +163,10 @@ impl DeviceTurns {
     /// Takes note of a change of a device. It may not be known after that.
     pub(super) fn update(&mut self, index: usize) {
         let device = &mut self.devices[index];
-        let computes = device.computed >= COMPUTES;
-        let limit = if computes { self.limit.min(self.processors) } else { self.limit };
-        let (has_jobs, queued) = (!device.clients.is_empty(), device.queued);
-        let ready = if has_jobs && device.running < limit { queued } else { 0 };
-        let held =
-            if has_jobs && (limit..self.limit).contains(&device.running) { queued } else { 0 };
+        let may_run = !device.clients.is_empty() && device.running < self.limit;
+        let ready = if may_run { device.queued } else { 0 };
         self.ready = self.ready - device.ready + ready;
-        self.held = self.held - device.held + held;
-        (device.ready, device.held) = (ready, held);
+        device.ready = ready;
         if ready > 0 {
             self.list(index);
         } else {

@@ -38,9 +38,9 @@ pub(crate) struct FairQueue<J> {
 
 impl<J: WorkItem> FairQueue<J> {
     /// A queue that lets at most `device_limit` jobs of a device, and `client_limit` of a client,
-    /// run at the same time, and `processors` of a device whose jobs do not wait; at least 1.
-    pub(crate) fn new(device_limit: usize, client_limit: usize, processors: usize) -> Self {
-        let devices = DeviceTurns::new(device_limit, processors);
+    /// run at the same time; at least 1.
+    pub(crate) fn new(device_limit: usize, client_limit: usize) -> Self {
+        let devices = DeviceTurns::new(device_limit);
         let client_limit = client_limit.max(1);
         Self { devices, clients: HashMap::default(), spare: Vec::new(), client_limit }
     }
@@ -53,30 +53,6 @@ impl<J: WorkItem> FairQueue<J> {
     /// Jobs of devices of which one may be taken now: 0 if none may be.
     pub(crate) fn ready(&self) -> usize {
         self.devices.ready()
-    }
-
-    /// Jobs that only wait because the jobs of their devices do not wait for anything.
-    pub(crate) fn held(&self) -> usize {
-        self.devices.held()
-    }
-
-    /// Whether it matters if the run of jobs of this client waits.
-    pub(crate) fn is_crowded(&self, (index, _): ClientId) -> bool {
-        self.devices.is_crowded(index)
-    }
-
-    /// A run of jobs of the client, which still runs, has waited for something, or not. Returns whether more jobs
-    /// of its device may be taken now than before.
-    pub(crate) fn note(&mut self, (index, _): ClientId, waited: bool) -> bool {
-        let more = self.devices.note(index, waited);
-        self.devices.update(index);
-        more
-    }
-
-    /// A run of jobs of the client, which still runs, may never return.
-    pub(crate) fn hangs(&mut self, (index, _): ClientId) {
-        self.devices.hangs(index);
-        self.devices.update(index);
     }
 
     /// Queues `job`.

@@ -3,7 +3,6 @@
 
 pub(crate) mod adaptive_poll;
 pub(crate) mod work_item;
-pub(crate) mod processor_use;
 mod number_hash;
 mod device_turns;
 pub(crate) mod fair_queue;

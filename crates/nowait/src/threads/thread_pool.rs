@@ -16,8 +16,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crate::threads::fair_queue::{ClientId, FairQueue};
-use crate::threads::processor_use::{processors, waits_of_thread};
+use crate::threads::fair_queue::FairQueue;
 use crate::threads::thread_pool::watcher::{MAX_STUCK, STUCK, Watcher};
 use crate::threads::work_item::WorkItem;
 
@@ -43,7 +42,6 @@ enum Place {
     Running {
         /// `PoolState::tick` when the job began.
         since: u64,
-        client: ClientId,
     },
     /// The thread's job runs for so long that it is not counted.
     Stuck,
@@ -122,8 +120,6 @@ struct Bounds {
     threads: usize,
     /// The greatest number of threads of one device.
     device: usize,
-    /// The greatest number of threads of one device whose jobs compute and do not wait.
-    processors: usize,
     /// How long a thread waits for a job before it ends.
     idle: Duration,
     /// The period of the watcher; `None` if there is none.
@@ -134,7 +130,7 @@ impl Bounds {
     /// Bounds of a pool for one device, with at most `limit` threads.
     fn of_one_device(limit: u32) -> Self {
         let threads = limit.clamp(1, MAX_THREADS) as usize;
-        Self { threads, device: threads, processors: threads, idle: IDLE_TIMEOUT, stuck: None }
+        Self { threads, device: threads, idle: IDLE_TIMEOUT, stuck: None }
     }
 
     /// Bounds of a pool for many devices, with at most `limit` threads.
@@ -142,7 +138,7 @@ impl Bounds {
         let one = Self::of_one_device(limit);
         // A device with many slow jobs leaves a quarter of the threads to other devices.
         let device = (one.threads - one.threads.div_ceil(4)).max(1);
-        Self { device, processors: processors(), stuck: Some(STUCK), ..one }
+        Self { device, stuck: Some(STUCK), ..one }
     }
 
     /// The greatest number of threads of one client of a device.
@@ -177,22 +173,17 @@ impl<J: WorkItem> Shared<J> {
                 return self.end_worker(&mut jobs, place);
             }
             if let Some(client) = jobs.queue.pop(&mut run) {
-                jobs.places[place] = Place::Running { since: jobs.tick, client };
+                jobs.places[place] = Place::Running { since: jobs.tick };
                 self.ensure_watched(&mut jobs);
-                let (wakes, is_crowded) = (jobs.wakes_next(), jobs.queue.is_crowded(client));
+                let wakes = jobs.wakes_next();
                 drop(jobs);
                 if wakes {
                     self.ready.notify_one();
                 }
-                let waits = is_crowded.then(waits_of_thread);
                 // A job that panics has to answer its own request.
                 let _ = catch_unwind(AssertUnwindSafe(|| (self.run)(&mut run)));
                 run.clear();
-                let waited = waits.map(|before| before.is_none() || waits_of_thread() != before);
                 jobs = self.lock();
-                if waited.is_some_and(|waited| jobs.queue.note(client, waited)) {
-                    self.start_missing(&mut jobs);
-                }
                 jobs.queue.ended(client);
                 if std::mem::replace(&mut jobs.places[place], Place::Idle) == Place::Stuck {
                     self.returned(&mut jobs);
@@ -274,7 +265,7 @@ impl<J: WorkItem> ThreadPool<J> {
     }
 
     fn with(bounds: Bounds, run: impl Fn(&mut Vec<J>) + Send + Sync + 'static) -> Self {
-        let queue = FairQueue::new(bounds.device, bounds.client(), bounds.processors);
+        let queue = FairQueue::new(bounds.device, bounds.client());
         let jobs = Mutex::new(PoolState {
             queue,
             idle: 0,

@@ -3,6 +3,7 @@
 //! Invariant: a thread is listed for as long as files can be opened on it. It ends with its last file;
 //! the next file then starts another one.
 
+use std::num::NonZero;
 use std::sync::{Arc, Mutex, PoisonError, Weak, mpsc};
 
 use crate::api::async_file::caller_transfers::CallerTransfers;
@@ -15,7 +16,6 @@ use crate::blocking::worker_pool::WorkerPool;
 use crate::queue::IoQueue;
 use crate::queue::auto::QueueKind;
 use crate::threads::fork_mark;
-use crate::threads::processor_use::processors;
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
 
@@ -57,6 +57,11 @@ pub(crate) fn open(disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<(Arc<Channel>
         }
     }
     Err(error)
+}
+
+/// The processors that this process may use.
+fn processors() -> usize {
+    std::thread::available_parallelism().map_or(1, NonZero::get)
 }
 
 /// Starts a thread that serves a new channel on the queue that `make` makes there, and the transfers of `callers`. It

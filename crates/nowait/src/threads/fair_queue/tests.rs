@@ -71,7 +71,7 @@ fn turns(queue: &mut FairQueue<Job>, count: usize) -> Vec<u64> {
 
 #[test]
 fn clients_take_turns_and_the_jobs_of_each_stay_in_order() {
-    let mut queue = FairQueue::new(10, 10, usize::MAX);
+    let mut queue = FairQueue::new(10, 10);
     (0..4).for_each(|n| queue.push(job(0, 1, n)));
     for (client, number) in [(2, 10), (3, 20), (2, 11)] {
         queue.push(job(0, client, number));
@@ -82,7 +82,7 @@ fn clients_take_turns_and_the_jobs_of_each_stay_in_order() {
 
 #[test]
 fn devices_take_turns_however_many_clients_and_jobs_each_has() {
-    let mut queue = FairQueue::new(100, 100, usize::MAX);
+    let mut queue = FairQueue::new(100, 100);
     for n in 0..4 {
         // Two clients of the first device, and one of the second.
         queue.push(job(1, 1, n));
@@ -95,7 +95,7 @@ fn devices_take_turns_however_many_clients_and_jobs_each_has() {
 
 #[test]
 fn a_device_that_comes_later_neither_waits_for_the_past_nor_gets_it_back() {
-    let mut queue = FairQueue::new(100, 100, usize::MAX);
+    let mut queue = FairQueue::new(100, 100);
     (0..50).for_each(|n| queue.push(job(1, 1, n)));
     assert_eq!(turns(&mut queue, 20), [1; 20]);
     (50..60).for_each(|n| queue.push(job(2, 1, n)));
@@ -111,7 +111,7 @@ fn devices_have_turns_by_their_weights_and_evenly_spread() {
         ([100, 5000, 10_000], [10, 500, 1000]),
         ([100, 5000, 50_000], [10, 500, 1000]), // more than 10000 is taken as 10000
     ] {
-        let mut queue = FairQueue::new(100, 100, usize::MAX);
+        let mut queue = FairQueue::new(100, 100);
         for device in 0..3 {
             (0..2000).for_each(|number| {
                 let weight = weights[device as usize];
@@ -133,7 +133,7 @@ fn devices_have_turns_by_their_weights_and_evenly_spread() {
 
 #[test]
 fn a_device_of_one_job_at_a_time_has_its_share_only() {
-    let mut queue = FairQueue::new(100, 100, usize::MAX);
+    let mut queue = FairQueue::new(100, 100);
     for number in 0..1000 {
         queue.push(Job { device: 1, client: 1, weight: 10, number: number % 100 });
     }
@@ -152,7 +152,7 @@ fn a_device_of_one_job_at_a_time_has_its_share_only() {
 
 #[test]
 fn the_weight_of_the_last_job_counts() {
-    let mut queue = FairQueue::new(100, 100, usize::MAX);
+    let mut queue = FairQueue::new(100, 100);
     for number in 0..40 {
         queue.push(job(1, 1, number));
         queue.push(Job { weight: if number < 39 { 1 } else { 3 }, ..job(2, 1, number) });
@@ -163,7 +163,7 @@ fn the_weight_of_the_last_job_counts() {
 
 #[test]
 fn a_client_at_its_limit_of_running_jobs_continues_when_one_ends() {
-    let mut queue = FairQueue::new(10, 2, usize::MAX);
+    let mut queue = FairQueue::new(10, 2);
     (0..5).for_each(|n| queue.push(job(0, 1, n)));
     assert_eq!(popped(&mut queue), [0, 1]);
     queue.push(job(0, 2, 10));
@@ -177,7 +177,7 @@ fn a_client_at_its_limit_of_running_jobs_continues_when_one_ends() {
 
 #[test]
 fn a_device_at_its_limit_of_running_jobs_continues_when_one_ends() {
-    let mut queue = FairQueue::new(2, 2, usize::MAX);
+    let mut queue = FairQueue::new(2, 2);
     (0..5).for_each(|n| queue.push(job(1, u64::from(n), n)));
     assert_eq!((queue.ready(), popped(&mut queue), queue.ready()), (5, vec![0, 1], 0));
     queue.push(job(2, 1, 10));
@@ -191,7 +191,7 @@ fn a_device_at_its_limit_of_running_jobs_continues_when_one_ends() {
 
 #[test]
 fn a_changed_limit_of_devices_holds_for_all_that_have_jobs() {
-    let mut queue = FairQueue::new(3, 3, usize::MAX);
+    let mut queue = FairQueue::new(3, 3);
     for n in 0..6 {
         (1..=3).for_each(|device| queue.push(job(device, 1, n)));
     }
@@ -213,7 +213,7 @@ fn a_changed_limit_of_devices_holds_for_all_that_have_jobs() {
 #[test]
 fn jobs_that_join_are_taken_together_and_count_as_one_that_runs() {
     for (device_limit, client_limit) in [(1, 10), (10, 1)] {
-        let mut queue = FairQueue::new(device_limit, client_limit, usize::MAX);
+        let mut queue = FairQueue::new(device_limit, client_limit);
         [7, 100, 101, 102, 103, 200].into_iter().for_each(|number| queue.push(job(3, 1, number)));
         for run in [vec![7], vec![100, 101, 102], vec![103], vec![200]] {
             assert_eq!((pop(&mut queue), pop(&mut queue)), (Some(((3, 1), run)), None));
@@ -225,7 +225,7 @@ fn jobs_that_join_are_taken_together_and_count_as_one_that_runs() {
 
 #[test]
 fn jobs_of_clients_with_one_number_on_two_devices_do_not_join() {
-    let mut queue = FairQueue::new(10, 10, usize::MAX);
+    let mut queue = FairQueue::new(10, 10);
     [job(1, 1, 100), job(2, 1, 101)].into_iter().for_each(|job| queue.push(job));
     assert_eq!(pop(&mut queue), Some(((1, 1), vec![100])));
     assert_eq!(pop(&mut queue), Some(((2, 1), vec![101])));
@@ -233,7 +233,7 @@ fn jobs_of_clients_with_one_number_on_two_devices_do_not_join() {
 
 #[test]
 fn the_queued_jobs_can_be_taken_in_order_for_each_client() {
-    let mut queue = FairQueue::new(2, 2, usize::MAX);
+    let mut queue = FairQueue::new(2, 2);
     for n in 0..4 {
         queue.push(job(1, 1, n));
         queue.push(job(2, 1, 20 + n));
@@ -254,7 +254,7 @@ fn the_queued_jobs_can_be_taken_in_order_for_each_client() {
 
 #[test]
 fn clients_and_devices_without_jobs_are_removed() {
-    let mut queue = FairQueue::new(2, 2, usize::MAX);
+    let mut queue = FairQueue::new(2, 2);
     for n in 0..1000 {
         queue.push(job(n / 2, n, 0));
         assert_eq!(pop(&mut queue), Some(((n / 2, n), vec![0])));
@@ -278,7 +278,7 @@ fn at_random_no_job_is_lost_and_the_limits_hold() {
         (random >> 33) % below
     };
     let (device_limit, client_limit) = (3, 2);
-    let mut queue = FairQueue::new(device_limit, client_limit, usize::MAX);
+    let mut queue = FairQueue::new(device_limit, client_limit);
     let (mut running, mut pushed, mut taken) = (Vec::new(), 0, 0);
     let mut last = HashMap::new();
     for step in 0..50_000 {
@@ -328,7 +328,7 @@ fn memory(queue: &FairQueue<Job>) -> Vec<usize> {
 
 #[test]
 fn in_steady_state_no_list_is_allocated() {
-    let mut queue = FairQueue::new(2, 2, usize::MAX);
+    let mut queue = FairQueue::new(2, 2);
     // Each client and device is forgotten after each of its jobs.
     let round = |queue: &mut FairQueue<Job>, first: u64| {
         (0..40).for_each(|n| queue.push(job(first + n % 20, n, 0)));
@@ -347,7 +347,7 @@ fn in_steady_state_no_list_is_allocated() {
 
 #[test]
 fn a_job_that_is_removed_is_not_taken_and_its_client_and_device_go_on() {
-    let mut queue = FairQueue::new(usize::MAX, usize::MAX, usize::MAX);
+    let mut queue = FairQueue::new(usize::MAX, usize::MAX);
     for number in [1, 2, 3] {
         queue.push(job(1, 7, number));
     }
@@ -369,27 +369,4 @@ fn a_job_that_is_removed_is_not_taken_and_its_client_and_device_go_on() {
     assert_eq!(popped(&mut queue), [6]);
     end(&mut queue, (1, 7));
     assert!(queue.devices.is_empty());
-}
-
-#[test]
-fn a_device_whose_jobs_do_not_wait_runs_one_for_each_processor_until_one_in_seventeen_waits() {
-    let mut queue = FairQueue::new(10, 10, 2);
-    (0..9).for_each(|n| queue.push(job(1, u64::from(n), n)));
-    let first = queue.pop(&mut Vec::new()).expect("a job");
-    assert!(!queue.is_crowded(first));
-    let mut clients = vec![first, queue.pop(&mut Vec::new()).expect("a job")];
-    assert!(queue.is_crowded(first), "it matters now whether they wait");
-    (0..32).for_each(|_| {
-        assert!((queue.ready(), queue.held()) == (7, 0) && !queue.note(first, false))
-    });
-    assert_eq!((queue.ready(), queue.held()), (0, 7), "it computes");
-    (0..32).for_each(|_| assert!(!queue.note(first, false)));
-    assert_eq!([true, true, true].map(|waited| queue.note(first, waited)), [false, false, true]);
-    assert_eq!((queue.ready(), queue.held()), (7, 0), "it waits");
-    (0..64).for_each(|_| assert!(!queue.note(first, false)));
-    assert_eq!((queue.ready(), queue.held()), (0, 7), "it computes again");
-    queue.hangs(first);
-    assert_eq!((queue.ready(), queue.held()), (7, 0), "one may never end");
-    clients.extend(std::iter::from_fn(|| queue.pop(&mut Vec::new())));
-    assert_eq!(clients.len(), 9);
 }

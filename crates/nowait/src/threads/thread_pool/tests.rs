@@ -207,44 +207,6 @@ fn idle_threads_are_woken_one_after_the_other_and_jobs_that_hang_have_one_each()
     tested.wait_until(|state| state.idle == 4 && !state.waking);
 }
 
-/// Jobs of one device that do not wait run on as many threads as there are processors, once that is known.
-#[test]
-fn a_device_whose_jobs_compute_has_a_thread_for_each_processor() {
-    let [running, most, ran] = [const { AtomicUsize::new(0) }; 3].map(Arc::new);
-    let counts = (running, most.clone(), ran.clone());
-    let run = each(move |_: usize| {
-        let (running, most, ran) = &counts;
-        most.fetch_max(running.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
-        (0..20_000).for_each(|_| std::hint::spin_loop());
-        running.fetch_sub(1, Ordering::SeqCst);
-        ran.fetch_add(1, Ordering::SeqCst);
-    });
-    let pool = ThreadPool::with(Bounds { processors: 2, ..never_stuck(16) }, run);
-    pool.push(0..500);
-    wait_until(&pool, |_| ran.load(Ordering::SeqCst) == 500);
-    assert!(most.swap(0, Ordering::SeqCst) > 2, "nothing is known of the device at first");
-    // Now it is known, because jobs are queued all the time.
-    pool.push(500..1_000);
-    wait_until(&pool, |state| ran.load(Ordering::SeqCst) > 700 && state.queue.running(0) <= 2);
-    most.store(0, Ordering::SeqCst);
-    pool.push(1_000..2_000);
-    wait_until(&pool, |_| ran.load(Ordering::SeqCst) == 2_000);
-    assert!(most.load(Ordering::SeqCst) <= 2, "{most:?} threads");
-}
-
-/// A device that computes begins to wait: it has more threads again, also where the first of these jobs never end.
-#[test]
-fn a_device_that_has_computed_has_all_its_threads_as_soon_as_its_jobs_wait() {
-    let tested = Tested::new(Bounds { processors: 2, ..soon_stuck(16) });
-    let mut state = tested.lock();
-    state.queue.push(job(0, 100));
-    let client = state.queue.pop(&mut Vec::new()).expect("a job");
-    (0..64).for_each(|_| assert!(!state.queue.note(client, false)));
-    drop(state);
-    tested.pool.push(hanging(0, 8));
-    tested.begun::<8>();
-}
-
 /// One client has more slow jobs than there are threads.
 #[test]
 fn a_client_with_slow_jobs_leaves_threads_to_other_clients() {

@@ -1,9 +1,8 @@
 //! The watcher of a pool for many devices: it notices that jobs run for long while others wait.
 //!
-//! It is a thread, which starts when jobs could run but all threads are busy, or their device seems to compute, and ends
-//! when that has not been so for the idle time. It looks at the threads in periods. A job that has run for a
-//! whole period is stuck until it returns: its thread is not counted, and another one may start; its device does
-//! not compute.
+//! It is a thread, which starts when jobs could run but all threads are busy, and ends when that
+//! has not been so for the idle time. It looks at the threads in periods. A job that has run for a
+//! whole period is stuck until it returns: its thread is not counted, and another one may start.
 //!
 //! Invariant: with up to 64 devices of which all jobs hang, and more if they hang one after the
 //! other, a thread is left for the jobs of each other device: while jobs are stuck a device may run
@@ -37,8 +36,7 @@ impl<J: WorkItem> Shared<J> {
     /// Whether only the passing of time can help jobs that may be taken.
     fn needs_watcher(&self, jobs: &PoolState<J>) -> bool {
         let busy = jobs.idle == 0 && jobs.queue.ready() > 0;
-        let full = jobs.counted() >= self.bounds.threads || jobs.refused;
-        busy && full || jobs.queue.held() > 0
+        busy && (jobs.counted() >= self.bounds.threads || jobs.refused)
     }
 
     /// Has the watcher watch, if it is needed. If it cannot be started, a later call tries again.
@@ -77,20 +75,17 @@ impl<J: WorkItem> Shared<J> {
         jobs.watcher = Watcher::None;
     }
 
-    /// Finds the jobs that ran when this period began, and wakes or starts threads in place of theirs.
+    /// Finds the jobs that ran when this period began, and starts threads in place of theirs.
     fn find_stuck(self: &Arc<Self>, jobs: &mut PoolState<J>) {
         if self.needs_watcher(jobs) {
-            for at in 0..jobs.places.len() {
-                if let Place::Running { since, client } = jobs.places[at]
-                    && since < jobs.tick
-                {
-                    jobs.places[at] = Place::Stuck;
+            for place in &mut jobs.places {
+                if matches!(*place, Place::Running { since } if since < jobs.tick) {
+                    *place = Place::Stuck;
                     jobs.stuck += 1;
-                    jobs.queue.hangs(client);
                 }
             }
             self.limit_devices(jobs);
-            self.wake_for_ready(jobs);
+            self.start_missing(jobs);
         }
     }
 
