@@ -37,6 +37,8 @@ states() { for task in /proc/$pid/task/*; do awk '/^State/ { print $2 }' $task/s
 stop() { kill -TERM $pid && wait $pid && echo "guest: stopped $1"; }
 
 serve nullb0 --poll && copy "null_blk"
+# It may not have noticed yet that its client has gone.
+for n in $(seq 100); do [ "$(states)" = S ] && break; sleep 0.1; done
 echo "guest: states of an idle server: $(states)"
 stop "null_blk"
 serve nullb1 --poll; wait $pid; echo "guest: without polled queues: $? $(cat /tmp/log)"
