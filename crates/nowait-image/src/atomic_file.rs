@@ -132,11 +132,7 @@ impl AtomicFile {
             Err(error) => return Err(format!("cannot rename to it: {}", os_message(&error))),
         }
         self.finished = true;
-        let directory = match self.file.path().parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent,
-            _ => Path::new("."),
-        };
-        let synced = File::open(directory).and_then(|directory| directory.sync_all());
+        let synced = sync_directory_of(self.file.path());
         synced.map_err(|error| format!("its directory cannot be flushed: {}", os_message(&error)))
     }
 
@@ -174,6 +170,18 @@ impl Drop for AtomicFile {
             let _ = fs::remove_file(&self.path);
         }
     }
+}
+
+/// Makes the name of the file at `path` durable.
+///
+/// # Errors
+/// The errno of open(2) and fsync(2).
+pub(crate) fn sync_directory_of(path: &Path) -> io::Result<()> {
+    let directory = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    File::open(directory)?.sync_all()
 }
 
 /// The umask, read from proc_pid_status(5), because umask(2) would change it; if it cannot be read,

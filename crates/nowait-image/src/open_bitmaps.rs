@@ -265,8 +265,8 @@ mod tests {
             HostFileSystem.write(path, replaces, fill)
         }
 
-        fn settle_name(&self, path: &Path) -> io::Result<()> {
-            HostFileSystem.settle_name(path)?;
+        fn sync_directory_of(&self, path: &Path) -> io::Result<()> {
+            HostFileSystem.sync_directory_of(path)?;
             self.before.lock().unwrap().take().map_or(Ok(()), fs::remove_file)
         }
     }

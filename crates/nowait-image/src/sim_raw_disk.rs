@@ -54,7 +54,7 @@ impl BitmapsFileSystem for SimFile {
         Ok(())
     }
 
-    fn settle_name(&self, _: &Path) -> std::io::Result<()> {
+    fn sync_directory_of(&self, _: &Path) -> std::io::Result<()> {
         Ok(())
     }
 }

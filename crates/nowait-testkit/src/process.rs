@@ -144,8 +144,13 @@ pub struct Running(pub Child);
 impl Running {
     /// Starts `command`, without input and without messages.
     pub fn start(command: &mut Command) -> Self {
+        Self::spawn(command.stdin(Stdio::null()).stderr(Stdio::null()))
+    }
+
+    /// Starts `command` with the files that it has been given.
+    pub fn spawn(command: &mut Command) -> Self {
         let alone = no_child_starts();
-        let started = bounded(command).stdin(Stdio::null()).stderr(Stdio::null()).spawn();
+        let started = bounded(command).spawn();
         drop(alone);
         Self(started.unwrap_or_else(|error| panic!("{command:?}: {error}")))
     }

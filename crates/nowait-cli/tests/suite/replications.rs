@@ -20,9 +20,22 @@ const SIZE: u64 = 16 * MIB;
 /// A server of a disk, and one of the disk that it is replicated to.
 pub(crate) struct Pair {
     pub(crate) server: Server,
-    control: PathBuf,
+    pub(crate) control: PathBuf,
     pub(crate) behind: Server,
     pub(crate) scratch: Scratch,
+}
+
+/// `nowait export` with `arguments`, of the server with this control socket.
+fn export(control: &Path, arguments: &[&str]) -> Command {
+    let mut command = tool(NOWAIT);
+    command.arg("export").args(arguments).arg("--control").arg(control);
+    command
+}
+
+/// Runs `nowait export replicate @0` with `arguments`.
+pub(crate) fn replicate(control: &Path, arguments: &[&str]) -> Value {
+    let all = [&["replicate", "@0", "--json"], arguments].concat();
+    serde_json::from_str(&export(control, &all).succeeds()).expect("JSON")
 }
 
 impl Pair {
@@ -56,15 +69,12 @@ impl Pair {
     }
 
     pub(crate) fn export(&self, arguments: &[&str]) -> Command {
-        let mut command = tool(NOWAIT);
-        command.arg("export").args(arguments).arg("--control").arg(&self.control);
-        command
+        export(&self.control, arguments)
     }
 
     /// Runs `nowait export replicate @0` with `arguments`.
     pub(crate) fn replicate(&self, arguments: &[&str]) -> Value {
-        let all = [&["replicate", "@0", "--json"], arguments].concat();
-        serde_json::from_str(&self.export(&all).succeeds()).expect("JSON")
+        replicate(&self.control, arguments)
     }
 
     fn begin(&self, every: &str) {
@@ -221,18 +231,13 @@ fn a_replication_goes_on_after_an_upgrade_also_to_a_target_that_is_away_meanwhil
     let directory = scratch.path().to_owned();
     let mut upgraded = Upgraded::of(server, &control, scratch);
     upgraded.upgrade();
-    let replicate = || -> Value {
-        let mut command = tool(NOWAIT);
-        command.args(["export", "replicate", "@0", "--json", "--control"]).arg(&control);
-        serde_json::from_str(&command.succeeds()).expect("JSON")
-    };
-    let info = replicate();
+    let info = replicate(&control, &[]);
     assert!(info["running"] == true && info["every_seconds"] == 1, "{info}");
     model[8 << 20..][..4096].fill(2);
     upgraded.connect().write(8 * MIB, &[2; 4096]).expect("a write");
     let behind = Pair::behind(&directory);
     wait_until("the target has all", || {
-        replicate()["rounds"].as_u64().is_some_and(|rounds| rounds > 0)
+        replicate(&control, &[])["rounds"].as_u64().is_some_and(|rounds| rounds > 0)
             && behind.connect().read(0, SIZE as u32).is_ok_and(|found| found == model)
     });
     upgraded.stop();

@@ -2,13 +2,16 @@
 //!
 //! Invariant: a target whose round is complete has all bytes of the disk; how many were copied for that is counted by the server.
 
+use std::path::Path;
+
 use nowait_testkit::nbd::Command;
 use nowait_testkit::{Finished, wait_until};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::common::MIB;
-use crate::replications::Pair;
+use crate::common::{MIB, Server};
+use crate::replications::{Pair, replicate};
+use crate::upgrade::Upgraded;
 
 /// Bytes of a region of stored bitmaps, all of which is dirty after a kill if something is.
 const REGION: u64 = 16 * MIB;
@@ -40,10 +43,15 @@ fn resume(it: &Pair, more: &[&str]) {
 /// Waits until a round is complete, and checks the target. Returns what the server says.
 fn completed(it: &Pair, model: &[u8]) -> Value {
     it.await_rounds(1);
-    let info = it.replicate(&[]);
+    check_target(&it.control, &it.behind, model)
+}
+
+/// Checks that the target, `behind`, has `model`. Returns what the server with this control socket says.
+fn check_target(control: &Path, behind: &Server, model: &[u8]) -> Value {
+    let info = replicate(control, &[]);
     assert_eq!(info["consistent"], true, "{info}");
-    let mut behind = it.behind.connect();
-    for (at, part) in (0..SIZE).step_by(MIB as usize).zip(model.chunks(MIB as usize)) {
+    let mut behind = behind.connect();
+    for (at, part) in (0..).step_by(MIB as usize).zip(model.chunks(MIB as usize)) {
         assert!(behind.read(at, MIB as u32).expect("a read") == part, "{at}: {info}");
     }
     info
@@ -55,7 +63,7 @@ fn copied(info: &Value) -> u64 {
 
 /// Begins a round that takes long, and kills the server in the middle of it.
 fn kill_in_a_round(it: &mut Pair, format: &str) {
-    resume(it, &["--rate", "256K"]);
+    resume(it, &["--rate", "64K"]);
     wait_until("some is copied", || copied(&it.replicate(&[])) > 0);
     let info = it.replicate(&[]);
     assert_eq!((&info["rounds"], &info["consistent"]), (&0.into(), &false.into()), "{info}");
@@ -101,6 +109,49 @@ fn after_a_kill_a_target_gets_what_it_lacks_and_all_of_it_if_no_round_was_comple
         it.server.stop();
         it.behind.stop();
     }
+}
+
+#[test]
+fn a_program_that_takes_over_copies_what_was_changed_since_the_last_round() {
+    for format in ["raw", "qcow2"] {
+        let (it, mut model) = pair(format);
+        resume(&it, &[]);
+        completed(&it, &model);
+        write(&it, &mut model, REGION, &[81; 4096]);
+        let Pair { server, control, behind, scratch } = it;
+        let mut upgraded = Upgraded::of(server, &control, scratch);
+        upgraded.upgrade();
+        wait_until("a round is complete", || replicate(&control, &[])["rounds"] != 0);
+        let info = check_target(&control, &behind, &model);
+        assert_eq!(copied(&info), 64 << 10, "{format}: {info}");
+        upgraded.stop();
+        behind.stop();
+    }
+}
+
+#[test]
+fn a_disk_of_another_size_is_copied_whole_and_has_another_bitmap() {
+    let (mut it, mut model) = pair("qcow2");
+    resume(&it, &[]);
+    completed(&it, &model);
+    it.replicate(&["--stop"]);
+    let larger = SIZE + REGION;
+    it.export(&["resize", "@0", &larger.to_string()]).succeeds();
+    it.behind.stop();
+    let replica = std::fs::File::options().write(true).open(it.scratch.join("replica"));
+    replica.and_then(|file| file.set_len(larger)).expect("a larger file");
+    it.behind = Pair::behind(it.scratch.path());
+    resume(&it, &[]);
+    model.resize(larger as usize, 0);
+    let info = completed(&it, &model);
+    assert!(copied(&info) >= 4 * MIB, "{info}");
+    let listed = it.export(&["bitmap", "list", "@0", "--json"]).succeeds();
+    let all: Value = serde_json::from_str(&listed).expect("JSON");
+    let names: Vec<_> = all.as_array().into_iter().flatten().map(|it| &it["name"]).collect();
+    let begin = format!("nowait-replica:{larger}:");
+    assert!(matches!(names[..], [Value::String(name)] if name.starts_with(&begin)), "{names:?}");
+    it.server.stop();
+    it.behind.stop();
 }
 
 #[test]

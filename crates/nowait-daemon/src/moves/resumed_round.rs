@@ -12,7 +12,7 @@ use tracing::info;
 use crate::error::plain;
 use crate::moves::Task;
 use crate::moves::replica_thread::{DRAIN_TIMEOUT, ReplicaThread, Rounds};
-use crate::moves::target_comparison::Compared;
+use crate::moves::target_comparison::TargetComparison;
 
 impl ReplicaThread {
     /// Brings the target, `image`, to an instant, which is returned, by what is dirty in the stored bitmap `name`.
@@ -91,8 +91,8 @@ impl ReplicaThread {
         changes: &FrozenChanges,
     ) -> Result<Option<u64>, String> {
         let device = self.exports.device(backup).ok_or("its backup is gone")?;
-        let compared = Compared::new(device, image.device(), changes);
-        let found = compared.find_difference(&|| self.replica.state.is_cancelled());
+        let comparison = TargetComparison::new(device, image.device(), changes);
+        let found = comparison.find_difference(&|| self.replica.state.is_cancelled());
         let target = self.replica.target();
         let found = found.map_err(|error| format!("{target}: cannot compare it: {error}"))?;
         if found.is_none() {

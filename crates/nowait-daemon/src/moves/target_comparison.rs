@@ -4,7 +4,6 @@
 //! target is another one, or was changed; no difference proves nothing.
 
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use nowait::{BlockDevice, BlockMap, BlockingFile, ByteRange, Error, ExtentStatus};
 use nowait_server::FrozenChanges;
@@ -17,14 +16,14 @@ const PLACE_BYTES: u64 = 64 << 10;
 type Device = Arc<BlockDevice<dyn BlockMap>>;
 
 /// A disk at an instant, and a target that has all of it but `changes`.
-pub(crate) struct Compared<'a> {
+pub(crate) struct TargetComparison<'a> {
     source: BlockingFile<dyn BlockMap>,
     target: BlockingFile<dyn BlockMap>,
     changes: &'a FrozenChanges,
     size: u64,
 }
 
-impl<'a> Compared<'a> {
+impl<'a> TargetComparison<'a> {
     pub(crate) fn new(source: Device, target: Device, changes: &'a FrozenChanges) -> Self {
         let size = source.size().min(target.size());
         let (source, target) = (BlockingFile::new(source), BlockingFile::new(target));
@@ -43,7 +42,7 @@ impl<'a> Compared<'a> {
                 return Ok(None);
             }
             let end = self.size.min(begin + part);
-            let from = begin + arbitrary() % (end - begin) / PLACE_BYTES * PLACE_BYTES;
+            let from = begin + fastrand::u64(..end - begin) / PLACE_BYTES * PLACE_BYTES;
             let place = match self.place(from, end)? {
                 None => self.place(begin, from)?,
                 place => place,
@@ -87,10 +86,4 @@ impl<'a> Compared<'a> {
         }
         Ok(None)
     }
-}
-
-/// A number that differs from call to call.
-fn arbitrary() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::from(since.subsec_nanos()).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 20
 }

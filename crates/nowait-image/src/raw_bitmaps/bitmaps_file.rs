@@ -125,8 +125,8 @@ impl BitmapsPlace {
         let file = self.file_system.open(&self.path, opening)?;
         if opening == Opening::Shared {
             // Before any of it changes: after a loss of power an older file would lack that.
-            let settled = self.file_system.settle_name(&self.path);
-            settled.map_err(|error| self.failed("sync the directory of", &error))?;
+            let synced = self.file_system.sync_directory_of(&self.path);
+            synced.map_err(|error| self.failed("sync the directory of", &error))?;
         }
         if file.is_block_device() {
             return refused("it is a block device, and no file with bitmaps");

@@ -3,7 +3,6 @@
 //! Invariant: under its name there is a whole file or none, and no link is followed.
 
 use std::fmt::Debug;
-use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
@@ -11,7 +10,7 @@ use std::path::Path;
 
 use rustix::fs::{Mode, OFlags};
 
-use crate::atomic_file::{AtomicFile, OverwritePolicy};
+use crate::atomic_file::{AtomicFile, OverwritePolicy, sync_directory_of};
 use crate::error::ImageError;
 use crate::image_file::{ImageFile, Opening};
 
@@ -39,7 +38,7 @@ pub(crate) trait BitmapsFileSystem: Debug + Send + Sync {
     ///
     /// # Errors
     /// The errno of a failed system call.
-    fn settle_name(&self, path: &Path) -> io::Result<()>;
+    fn sync_directory_of(&self, path: &Path) -> io::Result<()>;
 }
 
 /// The file systems of the host.
@@ -79,11 +78,11 @@ impl BitmapsFileSystem for HostFileSystem {
         file.finish().map_err(refused)
     }
 
-    fn settle_name(&self, path: &Path) -> io::Result<()> {
-        match File::open(path.parent().unwrap_or(Path::new("/"))) {
+    fn sync_directory_of(&self, path: &Path) -> io::Result<()> {
+        match sync_directory_of(path) {
             // A confined process, or one that could not have renamed the file either: that takes a sync of the directory, too.
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
-            directory => directory?.sync_all(),
+            synced => synced,
         }
     }
 }

@@ -6,7 +6,7 @@
 
 mod images;
 
-mod bitmap_rules;
+mod bitmap_validity;
 mod bitmaps;
 mod check;
 mod commit;

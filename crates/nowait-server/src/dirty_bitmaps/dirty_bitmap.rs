@@ -26,7 +26,7 @@ const PIECE_BYTES: usize = 64 << 10;
 
 /// The number of a bitmap among those of its export; never used again for another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct BitmapId(pub(crate) u64);
+pub(crate) struct BitmapId(pub(super) u64);
 
 /// Bits of a part of the disk.
 struct Part {
@@ -64,7 +64,7 @@ pub(crate) struct DirtyBitmap {
 
 impl DirtyBitmap {
     /// A bitmap without bits, of granules of `granularity` bytes, a power of two.
-    pub(crate) fn new(id: BitmapId, name: &str, granularity: u64, is_enabled: bool) -> Self {
+    pub(super) fn new(id: BitmapId, name: &str, granularity: u64, is_enabled: bool) -> Self {
         Self {
             id,
             name: name.into(),
@@ -111,7 +111,7 @@ impl DirtyBitmap {
     }
 
     /// Granules of a disk of `size` bytes that have no bit, rounded up as bits are.
-    pub(crate) fn missing(&self, size: u64) -> u64 {
+    pub(super) fn missing(&self, size: u64) -> u64 {
         self.granules_of(size).saturating_sub(self.granules()).next_multiple_of(CHUNK)
     }
 
@@ -127,7 +127,7 @@ impl DirtyBitmap {
     ///
     /// # Errors
     /// There is not enough memory, or its disk has grown too often.
-    pub(crate) fn grow(&self, count: u64) -> Result<(), ()> {
+    pub(super) fn grow(&self, count: u64) -> Result<(), ()> {
         let free = self.parts.get(self.parts().count()).ok_or(())?;
         let bits = GranuleBits::new(count).map_err(drop)?;
         free.set(Part { first: self.granules(), bits }).map_err(drop)

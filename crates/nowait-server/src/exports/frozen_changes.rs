@@ -64,20 +64,18 @@ impl Exports {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dirty_bitmaps::dirty_bitmap::BitmapId;
+    use crate::dirty_bitmaps::DirtyBitmaps;
 
     #[test]
     fn all_changes_are_told_in_order_and_stay() {
-        const GRANULE: u64 = 512;
-        // The last granule is short.
-        let size = 9 * GRANULE + 100;
-        let bits = DirtyBitmap::new(BitmapId(1), "b", GRANULE, false);
-        assert!(bits.grow(bits.missing(size)).is_ok());
-        for granule in [0, 1, 4, 9] {
-            bits.set(ByteRange::new(granule * GRANULE, 1));
+        let bits = DirtyBitmaps::default().add_tracker(16 << 20).expect("memory");
+        let granule = bits.granularity();
+        for number in [0, 1, 4, 9] {
+            bits.set(ByteRange::new(number * granule, 1));
         }
-        let changes = FrozenChanges { bits: Arc::new(bits), size };
-        let all = [(0, 2 * GRANULE), (4 * GRANULE, GRANULE), (9 * GRANULE, 100)];
+        // The last granule is short.
+        let changes = FrozenChanges { bits, size: 9 * granule + 100 };
+        let all = [(0, 2 * granule), (4 * granule, granule), (9 * granule, 100)];
         let all = all.map(|(pos, len)| ByteRange::new(pos, len));
         for _ in 0..2 {
             assert_eq!(changes.take(0, 9), all);
@@ -89,8 +87,8 @@ mod tests {
             found.push(range);
         }
         assert_eq!(found, all);
-        assert_eq!(changes.changed_bytes(), 3 * GRANULE + 100);
-        assert!(changes.are_in(ByteRange::new(3 * GRANULE, GRANULE + 1)));
-        assert!(!changes.are_in(ByteRange::new(2 * GRANULE, 2 * GRANULE)));
+        assert_eq!(changes.changed_bytes(), 3 * granule + 100);
+        assert!(changes.are_in(ByteRange::new(3 * granule, granule + 1)));
+        assert!(!changes.are_in(ByteRange::new(2 * granule, 2 * granule)));
     }
 }

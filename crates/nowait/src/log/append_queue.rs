@@ -33,8 +33,8 @@ const LONG_YIELD: Duration = Duration::from_millis(1);
 /// After a long yield so many waits sleep.
 const WAITS_AT_REST: u32 = 1024;
 
-/// Of the writes of a lone caller one of so many is timed: reading the clock twice takes time, too.
-const LONE_WRITES_PER_TIME: u32 = 16;
+/// One of so many writes of a lone caller is timed: reading the clock twice takes time, too.
+const TIMED_LONE_WRITES: u32 = 16;
 
 /// Runs a job that may block, on another thread.
 pub(crate) type Spawn = Arc<dyn Fn(Box<dyn FnOnce() + Send>) + Send + Sync>;
@@ -280,7 +280,7 @@ impl AppendQueue {
         let mut group = std::mem::replace(&mut state.group, next);
         state.last_records = group.buffer.records();
         let is_lone = group.threads == 1 && group.buffer.records() == 1;
-        let is_timed = !is_lone || state.untimed + 1 >= LONE_WRITES_PER_TIME;
+        let is_timed = !is_lone || state.untimed + 1 >= TIMED_LONE_WRITES;
         state.untimed = if is_timed { 0 } else { state.untimed + 1 };
         if std::mem::take(&mut state.is_full) {
             self.room.notify_all();

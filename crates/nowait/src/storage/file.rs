@@ -88,7 +88,9 @@ impl FileStorage {
             opened.align.offset = opened.align.offset.max(page);
         }
         let file = Self::with(opened, options, |_, _| true)?;
-        if !file.properties.device
+        // With `RWF_NOWAIT` the calls are there.
+        let may_lack_flags = !file.properties.nowait && !file.properties.device;
+        if may_lack_flags
             && !options.read_only
             && preadv2::is_write_forbidden(file.buffered.as_fd())
         {

@@ -221,7 +221,6 @@ fn c58_the_size_is_exact_after_every_write() {
     });
 }
 
-/// A byte that another handle has written stays, wherever in the page it is.
 /// Sizes from 0 to 2 blocks: each of those near the border of a sector or a block, as they grow and as they are cut off.
 fn c58_a_file_that_ends_anywhere_near_the_border_of_a_block_is_exact() {
     let near = |border: u64| border.saturating_sub(7)..border + 8;
@@ -258,6 +257,7 @@ fn c58_a_file_that_ends_anywhere_near_the_border_of_a_block_is_exact() {
     });
 }
 
+/// A byte that another handle has written stays, wherever in the page it is.
 fn c58_no_other_byte_is_written_than_those_of_the_request() {
     on_files(64 * KIB, Content::Data, |api| {
         let others = buffered(&api.image().path);

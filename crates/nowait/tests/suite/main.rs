@@ -6,7 +6,7 @@ mod append_log_example;
 mod async_storage;
 mod descriptor;
 mod detached_devices;
-mod durable_names;
+mod durable_renames;
 mod files;
 mod grow;
 mod log_damage;

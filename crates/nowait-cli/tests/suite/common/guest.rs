@@ -8,7 +8,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::guest_watch::powered_off;
+use super::guest_watchdog::powered_off;
 use super::{Finished, Scratch, path_of, require_tool, skip, tool};
 
 /// The start of every script: `load MODULE [PARAMETER...]` says so if it fails, and does nothing where it is loaded. `cmp`

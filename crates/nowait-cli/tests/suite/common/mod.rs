@@ -3,7 +3,7 @@
 //! Invariant: every process that is started is stopped; no file outside the scratch directory is
 //! written.
 
-mod guest_watch;
+mod guest_watchdog;
 mod guest;
 pub(crate) mod disk_with_bitmaps;
 mod server;

@@ -1,4 +1,4 @@
-//! Ends a virtual machine that is stuck.
+//! A watchdog for virtual machines.
 //!
 //! Invariant: a machine on a busy host is left alone for as long as it writes to its console or is given a processor;
 //! one that does neither for [`SILENCE`] is killed.
@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nowait_testkit::{Running, ends_with_test, no_child_starts};
+use nowait_testkit::Running;
 
 use super::Scratch;
 
@@ -27,11 +27,7 @@ pub(super) fn powered_off(machine: &mut Command) -> String {
     let [console, messages] = ["console", "messages"].map(|name| scratch.join(name));
     let files = [&console, &messages].map(|path| File::create(path).expect("a file"));
     let [stdout, stderr] = files.map(Stdio::from);
-    machine.stdin(Stdio::null()).stdout(stdout).stderr(stderr);
-    let alone = no_child_starts();
-    let started = ends_with_test(machine).spawn();
-    drop(alone);
-    let mut machine = Running(started.expect("prlimit"));
+    let mut machine = Running::spawn(machine.stdin(Stdio::null()).stdout(stdout).stderr(stderr));
     let text = |path| String::from_utf8_lossy(&fs::read(path).expect("a file")).into_owned();
     let said = || text(&console) + &text(&messages);
     let mut activity = Activity::default();
